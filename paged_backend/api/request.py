@@ -93,6 +93,13 @@ class GenerateRequest:
         return bool(masked or sampling.min_tokens or sampling.logit_bias or self.bad_words or self.thinking)
 
     @cached_property
+    def is_greedy(self) -> bool:
+        """Whether each token is the one with the largest logit, which nothing changes, and has no optional outputs."""
+        sampling = self.sampling
+        changed = sampling.temperature > 0 or sampling.beam_width > 1 or sampling.has_penalty or self.constrains_logits
+        return not (changed or self.token_outputs)
+
+    @cached_property
     def prompt_reasoning(self) -> Reasoning:
         """The reasoning in the prompt, for a request with a thinking budget."""
         assert self.thinking is not None

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paged_backend.kv.sequence import SamplePosition
 from paged_backend.models.lora import AdapterRows, adapter_rows
 from paged_backend.models.state_rows import PageRows, StateRows, state_rows
 from paged_backend.sampling.outputs import OutputRows, request_prompt_rows
@@ -121,7 +122,9 @@ def pack(
     rows = _pack_rows(chunks, block_size, gqa_group, uniform, page_tables, num_kinds)
     row_ends = rows.query_starts[1:].tolist()
     sample_rows, logit_rows, sampling = _sampling(plan, row_ends)
-    hidden_chunks = tuple(index for index, chunk in enumerate(chunks) if not chunk.sampled_sequences and chunk.embeds)
+    hidden_chunks = (
+        tuple(index for index, chunk in enumerate(chunks) if chunk.embeds) if plan.has_prompt_outputs else ()
+    )
     return PackedBatch(
         input_ids=torch.from_numpy(rows.tokens)[None],
         position_ids=torch.from_numpy(rows.positions)[None],
@@ -129,7 +132,7 @@ def pack(
         sample_rows=torch.from_numpy(sample_rows),
         logit_rows=None if logit_rows is None else torch.from_numpy(logit_rows),
         sampling=sampling,
-        uses_previous_step=bool((rows.tokens < 0).any()),
+        uses_previous_step=bool(rows.tokens.min() < 0),
         checks=_checks(chunks, row_ends),
         drafting=_drafting(chunks, row_ends) if draft else None,
         hidden_rows=torch.tensor([row_ends[index] - 1 for index in hidden_chunks]) if hidden_chunks else None,
@@ -160,23 +163,25 @@ def _pack_rows(
     page_tables: PageTables,
     num_kinds: int,
 ) -> _Rows:
-    firsts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
-    ends = np.fromiter((chunk.start + chunk.length for chunk in chunks), np.int64, len(chunks))
+    firsts = np.array([chunk.start for chunk in chunks], np.int64)
+    ends = firsts + [chunk.length for chunk in chunks]
     tables, lengths, shared = _block_tables(chunks, num_kinds), ends - firsts, None
     if gqa_group is not None:
         shared = find_prefix_groups(tables[0], ends, lengths, block_size=block_size, group=gqa_group)
     if shared is None:  # sharing prefixes requires one row per sequence, so no padding
         lengths = _padded_lengths(firsts, ends, uniform)
     starts = ends - lengths
-    query_starts = np.concatenate(([0], np.cumsum(lengths)))
-    positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
-    owner = np.repeat(np.arange(len(chunks)), lengths)
+    query_starts = np.zeros(len(chunks) + 1, np.int64)
+    lengths.cumsum(out=query_starts[1:])
+    owner = np.arange(len(chunks)).repeat(lengths)
+    positions = np.arange(query_starts[-1]) + (starts - query_starts[:-1])[owner]
     pages = [table for kind, of_kind in enumerate(tables) for table in page_tables(kind, of_kind)]
-    slots, is_padding = [], positions < firsts[owner]
-    for of_page in pages:
-        written = of_page[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        written[is_padding] = -1
-        slots.append(written)
+    columns, offsets = np.divmod(positions, block_size)
+    slots = [of_page[owner, columns].astype(np.int64) * block_size + offsets for of_page in pages]
+    if uniform:
+        is_padding = positions < firsts[owner]
+        for of_page in slots:
+            of_page[is_padding] = -1
     return _Rows(_tokens(chunks, starts.tolist()), positions, slots, pages, ends, lengths, query_starts, shared)
 
 
@@ -201,16 +206,18 @@ def _pagings(rows: _Rows) -> tuple[Paging, ...]:
 def _sampling(plan: Plan, row_ends: list[int]) -> tuple[np.ndarray, np.ndarray | None, SamplingBatch]:
     """Return `sample_rows`, `logit_rows` and `sampling` of the batch."""
     chunks = plan.chunks
-    sample_positions = [
-        (sequence, position)
-        for chunk in chunks
-        for sequence in chunk.sampled_sequences
-        for position in range(chunk.first_sampled, chunk.start + chunk.length + 1)
-    ]
-    rows = [row for chunk, end in zip(chunks, row_ends, strict=True) for row in _sampled_rows(chunk, end)]
-    counts = np.fromiter((count for _, count in rows), np.int64, len(rows))
-    sample_rows = np.fromiter((row for row, _ in rows), np.int64, len(rows))
-    logit_rows = np.repeat(np.arange(len(counts)), counts) if (counts > 1).any() else None
+    sample_positions: list[SamplePosition] = []
+    rows: list[int] = []  # rows that are sampled from
+    counts: list[int] = []  # how often
+    for chunk, row_end in zip(chunks, row_ends, strict=True):
+        if chunk.sampled_sequences:
+            end, num_drafts = chunk.start + chunk.length, len(chunk.draft_tokens)
+            positions = range(end - num_drafts, end + 1)
+            sample_positions += [(sequence, at) for sequence in chunk.sampled_sequences for at in positions]
+            rows += range(row_end - 1 - num_drafts, row_end)
+            counts += [len(chunk.sampled_sequences)] * (1 + num_drafts)
+    sample_rows = np.array(rows, np.int64)
+    logit_rows = np.repeat(np.arange(len(counts)), counts) if len(sample_positions) > len(rows) else None
     sampling = prepare(sample_positions)
     if plan.has_prompt_outputs and any(chunk.scored for chunk in chunks):
         sampled_from = np.repeat(sample_rows, counts)
@@ -232,12 +239,6 @@ def _state_rows(chunks: tuple[Chunk, ...], page_rows: PageRows) -> StateRows:
     blocks = [chunk.sequence.tables[-1][-1] for chunk in chunks]
     starts, lengths, drafts = zip(*((chunk.start, chunk.length, chunk.draft_states) for chunk in chunks), strict=True)
     return state_rows(blocks, starts, lengths, drafts, page_rows)
-
-
-def _sampled_rows(chunk: Chunk, end: int) -> list[tuple[int, int]]:
-    """Return the rows up to `end` that a chunk samples from, each with its number of samples."""
-    count = len(chunk.sampled_sequences)
-    return [(row, count) for row in range(end - 1 - len(chunk.draft_tokens), end)] if count else []
 
 
 def _checks(chunks: tuple[Chunk, ...], row_ends: list[int]) -> tuple[DraftCheck, ...]:
@@ -303,7 +304,7 @@ def _tokens(chunks: tuple[Chunk, ...], starts: list[int]) -> np.ndarray:
 
 def _block_tables(chunks: tuple[Chunk, ...], num_kinds: int) -> list[np.ndarray]:
     """Return the block tables of each kind of layer that keeps tokens, [num_seqs, max_blocks] int32."""
-    width = max(chunk.sequence.num_blocks for chunk in chunks)
+    width = max([len(chunk.sequence.tables[0]) for chunk in chunks])
     tables = np.zeros((num_kinds, len(chunks), width), dtype=np.int32)
     for row, chunk in enumerate(chunks):
         for kind, table in enumerate(chunk.sequence.tables[:num_kinds]):

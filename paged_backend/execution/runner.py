@@ -20,6 +20,7 @@ from paged_backend.execution.upload import DeviceUpload
 from paged_backend.kv.cache import KVCache
 from paged_backend.kv.page_copier import PageCopier
 from paged_backend.models.attention import AttentionMeta
+from paged_backend.models.decoder import FusedDecoder
 from paged_backend.models.hidden_states import record_hidden_states
 from paged_backend.models.lora import Lora
 from paged_backend.models.pipeline import Stage
@@ -185,7 +186,7 @@ class Runner:
         tokens = step.tokens if step.tokens is not None else self._sample(logits, sampling)
         beams = top_tokens(logits, sampling)
         launched = LaunchedStep(
-            tokens=tokens,
+            tokens=tokens if tokens.is_cuda else tokens.clone(),  # the next step overwrites those of a CPU
             beams=beams,
             outputs=compute_outputs(sampling.outputs, logits, tokens, beams, step.logits),
             checks=packed.checks,
@@ -195,13 +196,12 @@ class Runner:
             failed_rows=constraints.mask.failed_rows if constraints and constraints.mask else (),
             replayed=step.replayed,
         )
-        # On a CPU, tokens are copied because the next step overwrites them.
-        return launched.to_host() if tokens.is_cuda else replace(launched, tokens=tokens.clone())
+        return launched.to_host() if tokens.is_cuda else launched
 
     def _sample(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
         """Return the sampled tokens [num_sampled] int64, which are also kept for the next step."""
         tokens = self._previous[: len(logits)]
-        tokens.copy_(sample(logits, sampling))
+        sample(logits, sampling, out=tokens)
         self._broadcast_tokens(tokens)
         return tokens
 
@@ -268,6 +268,9 @@ def _gqa_group(model: PreTrainedModel, device: torch.device, cache: LayerCache) 
 @torch.inference_mode()
 def paged_logits(model: PreTrainedModel, batch: PackedBatch, kv: KVCache) -> Tensor:
     """Run one forward pass over a packed batch and return the logits [num_samples, vocab] of the rows that sample."""
+    decoder = FusedDecoder.of(model)
+    if decoder and (whole := decoder.whole_model(kv)):
+        return whole(batch.input_ids, batch.position_ids, batch.sample_rows, batch.pagings)
     logits = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,

@@ -6,9 +6,9 @@
     mlp          FusedMlp: gate, up and down projection; FusedExperts: a mixture of experts
 
 Each part begins with the residual add and the norm, so they can share a launch with its first projection. On a CPU, one
-call of a C++ kernel runs all layers, if it supports them (`native`). Layers and decoders are immutable: `with_weights`
-returns a copy. fusion.py builds a FusedDecoder from a transformers model, and model_variants.py makes it the `forward`
-of the model's own decoder.
+call of a C++ kernel runs all layers, or the whole model, if it supports them (`native`). Layers and decoders are
+immutable: `with_weights` returns a copy. fusion.py builds a FusedDecoder from a transformers model, and
+model_variants.py makes it the `forward` of the model's own decoder.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from paged_backend.kv.cache import KVCache
 from paged_backend.models.attention import AttentionMeta, AttentionSpec, attend_pages, reject_unsupported
 from paged_backend.models.latent_attention import LatentAttention
 from paged_backend.models.linear import GroupedCopy, Weight, project
-from paged_backend.models.rope import Angles, Rotation
-from paged_kernels.cpu import native
+from paged_backend.models.overrides import has_custom_forward
+from paged_backend.models.rope import Angles, RotaryTable, Rotation
+from paged_kernels.cpu.native import CausalModel, DecoderLayer, DecoderLayers
 from paged_kernels.cpu.packed_linear import GROUP
 from paged_kernels.ops import add_rms_norm, few_rows_linear, kv_write, latent_kv_write, rope_kv_write, swiglu
 
@@ -219,6 +221,17 @@ class FusedLayer:
         )
 
 
+class DecoderOutput(NamedTuple):
+    """The output of a decoder, with the fields that models of transformers read. A class of transformers would take
+    longer to make than all other Python code of a step."""
+
+    last_hidden_state: Tensor  # [1, num_tokens, hidden]
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
+    router_logits: None = None
+
+
 @dataclass(frozen=True, eq=False)
 class FusedDecoder:
     """The `forward` of a decoder of transformers."""
@@ -227,6 +240,7 @@ class FusedDecoder:
     angles: Callable[[Tensor, Tensor], Angles]  # from hidden states and position ids to cosines and sines
     layers: tuple[FusedLayer, ...]
     norm: Norm | None  # after the last layer; None in a stage before the last
+    head: Projection | None = None  # the output layer, if the model computes nothing else after the decoder
 
     def __call__(
         self,
@@ -236,19 +250,17 @@ class FusedDecoder:
         paged: AttentionMeta,
         attention_mask: None = None,
         **rest: Any,
-    ) -> MoeModelOutputWithPast:  # its `last_hidden_state` is [1, num_tokens, hidden]
+    ) -> DecoderOutput:
         reject_unsupported(self.module, rest, mask=attention_mask, dropout=0.0, is_causal=None)
         embedded = self.module.embed_tokens(input_ids)
         angles = self.angles(embedded, position_ids)
         states = HiddenStates(embedded[0], None)
         if self.native:
-            caches = paged.kv.layers[: len(self.layers)]  # the draft model's caches follow
-            pagings = [paged.paging_of(layer) for layer in range(len(caches))]
-            states = HiddenStates(self.native(states.output, *angles, caches, pagings), None)
+            states = HiddenStates(self._native_in(paged.kv).layers(states.output, *angles, paged.pagings), None)
         else:
             for layer in self.layers[: len(self.module.layers)]:  # warm-up leaves layers out (`distinct_layers`)
                 states = layer(states, angles, paged)
-        return MoeModelOutputWithPast(last_hidden_state=self._output(*states)[None])
+        return DecoderOutput(self._output(*states)[None])
 
     def _output(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if self.norm:
@@ -256,10 +268,43 @@ class FusedDecoder:
         return x if residual is None else x + residual
 
     @cached_property
-    def native(self) -> native.DecoderLayers | None:
-        """All layers as one call of a CPU kernel; None if the kernel does not support them."""
+    def native(self) -> list[DecoderLayer] | None:
+        """The layers, if one call of a CPU kernel can compute all of them."""
         layers = [_to_native(layer) for layer in self.layers]
-        return native.DecoderLayers([layer for layer in layers if layer]) if all(layers) else None
+        return [layer for layer in layers if layer] if all(layers) else None
+
+    def whole_model(self, kv: KVCache) -> CausalModel | None:
+        """Return the model as one call of a CPU kernel; None if the kernel does not support it, or if a hook needs the
+        decoder's output."""
+        if not self.native or self.module._forward_hooks:
+            return None
+        return self._native_in(kv).model
+
+    def _native_in(self, kv: KVCache) -> _Native:
+        """Return the layers with their caches. The caches of a draft model's layers may follow them in `kv`."""
+        found = self._native_by_cache.get(kv)
+        if found is None:
+            assert self.native
+            count = len(self.layers)
+            layers = DecoderLayers(self.native, kv.layers[:count], kv.pages[:count])
+            found = self._native_by_cache[kv] = _Native(layers, self._to_model(layers))
+        return found
+
+    @cached_property
+    def _native_by_cache(self) -> WeakKeyDictionary[KVCache, _Native]:
+        return WeakKeyDictionary()
+
+    def _to_model(self, layers: DecoderLayers) -> CausalModel | None:
+        tokens, head, angles = self.module.embed_tokens, self.head, self.angles
+        if not (
+            head and isinstance(head.weight, GroupedCopy) and self.norm
+            and type(tokens) is nn.Embedding and type(tokens.weight.data) is Tensor and not has_custom_forward(tokens)
+            and isinstance(angles, RotaryTable)
+        ):  # fmt: skip
+            return None
+        return CausalModel(
+            layers, tokens.weight.data, angles.table, *self.norm, head.weight.packed, head.bias
+        )  # fmt: skip
 
     @property
     def called_modules(self) -> tuple[nn.Module, ...]:
@@ -278,6 +323,11 @@ class FusedDecoder:
         return forward if isinstance(forward, cls) else None
 
 
+class _Native(NamedTuple):
+    layers: DecoderLayers
+    model: CausalModel | None
+
+
 def projections_by_name(layers: Sequence[FusedLayer]) -> dict[tuple[str, ...], list[Projection]]:
     """Return the projections of all layers, grouped by the names of their linear layers."""
     groups: dict[tuple[str, ...], list[Projection]] = {}
@@ -287,7 +337,7 @@ def projections_by_name(layers: Sequence[FusedLayer]) -> dict[tuple[str, ...], l
     return groups
 
 
-def _to_native(layer: FusedLayer) -> native.DecoderLayer | None:
+def _to_native(layer: FusedLayer) -> DecoderLayer | None:
     attention, mlp = layer.attention, layer.mlp
     if not isinstance(attention, FusedHeads) or not isinstance(mlp, FusedMlp):
         return None
@@ -296,7 +346,7 @@ def _to_native(layer: FusedLayer) -> native.DecoderLayer | None:
     if len(packed) < len(projections) or packed[-1].in_features % GROUP:
         return None
     assert qkv.norm and gate_up.norm
-    return native.DecoderLayer(
+    return DecoderLayer(
         *qkv.norm, packed[0], qkv.bias, attention.head_counts[0], attention.rotates,
         attention.head_norms.get("query_weight"), attention.head_norms.get("key_weight"),
         attention.head_norms.get("eps", 0.0),

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ from paged_backend.models.decoder import (
     Projection,
 )
 from paged_backend.models.latent_attention import LatentAttention
+from paged_backend.models.linear import project
 from paged_backend.models.overrides import Overrides, has_custom_forward
 from paged_backend.models.pipeline import StageOutput
 from paged_backend.models.rope import Angles, Rotation, for_both_halves, look_up_angles, max_static_len, of_complex
@@ -255,6 +257,19 @@ def fuse(model: PreTrainedModel, specs: Sequence[AttentionSpec], overrides: Over
         tuple(_fuse_layer(layer, spec, family, latents) for layer, spec in zip(decoder.layers, specs, strict=True)),
         None if isinstance(decoder.norm, StageOutput) else _norm(decoder.norm),
     )
+
+
+def output_layer(model: PreTrainedModel, overrides: Overrides) -> Projection | None:
+    """Return the output layer of a fused model, with the weight that it has in `overrides`. None if the model might
+    compute more after the decoder than this layer."""
+    head: Any = model.get_output_embeddings()
+    converted = overrides.get((head, "forward"))
+    if (
+        not is_own(model, find_family(model.base_model), "ForCausalLM") or has_custom_forward(model)
+        or type(head) is not nn.Linear or not isinstance(converted, partial) or converted.func is not project
+    ):  # fmt: skip
+        return None
+    return Projection(("lm_head",), **converted.keywords)
 
 
 def _angles(model: PreTrainedModel, family: str) -> Callable[[Tensor, Tensor], Angles]:

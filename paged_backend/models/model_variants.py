@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from paged_backend.models.attention import AttentionSpec
 from paged_backend.models.batch_invariance import convert_on_gpu, convert_parameters
 from paged_backend.models.decoder import FusedDecoder
 from paged_backend.models.experts import convert_experts
-from paged_backend.models.fusion import fuse
+from paged_backend.models.fusion import fuse, output_layer
 from paged_backend.models.linear import Weight, WeightPacker, convert_linears, is_convertible, release
 from paged_backend.models.overrides import Overrides, has_custom_forward, use
 from paged_backend.models.quantization import Quantizer
@@ -139,9 +140,12 @@ class _Builder:
         """Make all linear layers multiply by converted weights."""
         overrides = dict(self._base)
         if decoder:
-            overrides[decoder.module, "forward"] = decoder.with_weights(lambda weight, _: convert(weight))
+            decoder = decoder.with_weights(lambda weight, _: convert(weight))
+            overrides[decoder.module, "forward"] = decoder
         linears = [module for module in self._running(decoder) if is_convertible(module)]
         overrides |= convert_linears([linear for linear in linears if (linear, "forward") not in overrides], convert)
+        if decoder:
+            overrides[decoder.module, "forward"] = replace(decoder, head=output_layer(self._model, overrides))
         overrides |= convert_experts(self._model, convert)
         if self._batch_invariant:
             overrides |= convert_parameters(self._model, overrides, WeightPacker(batch_invariant=True))

@@ -65,11 +65,11 @@ class RotaryTable:
     """A rotary embedding with a table [positions, 2 * head_dim]: cosines, then sines."""
 
     def __init__(self, table: Tensor) -> None:
-        self._table = table
+        self.table = table
 
     def __call__(self, x: Tensor, position_ids: Tensor) -> Angles:
         """Return cosines and sines [*position_ids.shape, head_dim]."""
-        cos, sin = F.embedding(position_ids, self._table).chunk(2, dim=-1)
+        cos, sin = F.embedding(position_ids, self.table).chunk(2, dim=-1)
         return cos, sin
 
 

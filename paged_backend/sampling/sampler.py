@@ -66,8 +66,13 @@ class SamplingBatch:
         return self.constraints is not None or self.penalties is not None
 
 
+GREEDY = SamplingBatch()
+
+
 def prepare(sample_positions: Rows[SamplePosition]) -> SamplingBatch:
     """Build the sampling inputs of these tokens on the host. Row i of the logits belongs to the i-th of them."""
+    if all(sequence.request.is_greedy for sequence, _ in sample_positions):
+        return GREEDY
     return SamplingBatch(
         constraints.prepare(sample_positions),
         _penalties(sample_positions),
@@ -87,9 +92,10 @@ def resolve_tokens(batch: SamplingBatch, resolve: Callable[[Tensor], Tensor]) ->
     return batch
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Sample token ids [num_rows] int64 from logits [num_rows, vocab] of any float dtype."""
-    return ops.sample(process_logits(logits, batch), batch.metadata)
+def sample(logits: Tensor, batch: SamplingBatch, *, out: Tensor | None = None) -> Tensor:
+    """Sample token ids [num_rows] int64 from logits [num_rows, vocab] of any float dtype. They are written to `out` if
+    it is given."""
+    return ops.sample(process_logits(logits, batch), batch.metadata, out=out)
 
 
 def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:

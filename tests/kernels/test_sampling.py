@@ -1,10 +1,14 @@
 """sample against the reference, in the interpreter or on a GPU and on a CPU; the distribution of its noise."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from paged_kernels.cpu import native
+from paged_kernels.cpu.sampling import best_tokens
 from paged_kernels.cpu.sampling import noise_bits as bits_cpu
 from paged_kernels.cpu.sampling import sample as sample_cpu
 from paged_kernels.sampling import noise_bits_reference, sample, sample_reference, sampling_noise
@@ -239,3 +243,21 @@ def test_noise_of_neighboring_seeds_and_positions_is_independent(step):
         of_tokens = here.T @ here / count - np.diag((here**2).mean(0))
         assert np.abs(of_tokens).max() < 5 / count**0.5
         assert np.abs(here.T @ there / count).max() < 5 / count**0.5
+
+
+@pytest.mark.parametrize("level", [None, *native.levels()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_best_tokens_at_every_level(level, dtype, monkeypatch):
+    """Level None is numpy, without C++ kernels."""
+    if level is None:
+        monkeypatch.setattr(native, "levels", tuple)
+    find = best_tokens if level is None else partial(native.best_tokens, level=level)
+    for vocab in (1, 7, 15, 16, 17, 33, 1000):
+        logits = random_logits(9, vocab, seed=vocab).to(dtype)
+        logits[1:4, -1] = torch.tensor([torch.nan, torch.inf, 1000.0])
+        logits[4] = -torch.inf
+        logits[5] = 2.0
+        out = torch.full((9,), 7)
+        assert find(logits, out=out) is out
+        assert torch.equal(out, sample_reference(logits, None))
+        assert out[1:6].tolist() == [-1, -1, vocab - 1, -1, 0]

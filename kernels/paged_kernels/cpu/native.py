@@ -7,7 +7,7 @@ import ctypes
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ _avoided_tiles: list[bool] = []  # not empty if no tile instructions may be used
 NAMESPACE = "paged_cpu"  # namespace of the operators
 LEVEL = "PAGED_CPU_LEVEL"
 BUILD_COMMAND = "python -m paged_kernels.cpu.build"
-TIMED_OPS = ("linear", "add_rms_norm", "swiglu", "rope_kv_write", "paged_attention")  # in the order of OpKind in C++
+TIMED_OPS = ("linear", "add_rms_norm", "swiglu", "rope_kv_write", "paged_attention", "best_tokens")  # as Kind in C++
 
 
 class PoolCounts(NamedTuple):
@@ -265,6 +265,16 @@ def swiglu(gate_up: Tensor, *, level: str | None = None) -> Tensor:
     return out
 
 
+def best_tokens(logits: Tensor, *, out: Tensor | None = None, level: str | None = None) -> Tensor:
+    """Return the token with the largest of the logits [num_rows, vocab], [num_rows] int64.
+
+    The first of them if there are several, and -1 if a logit is NaN or infinity, or all are -infinity.
+    """
+    tokens = logits.new_empty(len(logits), dtype=torch.int64) if out is None else out
+    _operator("best_tokens")(_dense(logits), tokens, _index(level))
+    return tokens
+
+
 def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None, *, level: str | None = None) -> Tensor:
     """Multiply x [..., in_features] by a packed weight: [..., out_features], accumulated in float32.
 
@@ -314,35 +324,85 @@ class DecoderLayer(NamedTuple):
 
 
 class DecoderLayers:
-    """Consecutive decoder layers, computed in one call."""
+    """Consecutive decoder layers with their caches, computed in one call."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], *, level: str | None = None) -> None:
-        self._numbers = [_make_layer(layer, _index(level)) for layer in layers]
-        weakref.finalize(self, _free_layers, self._numbers)
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        caches: Sequence[LayerCache],
+        pages: Sequence[tuple[int, int | None]],
+        *,
+        level: str | None = None,
+    ) -> None:
+        """caches: of each layer. pages: of each layer, the indices of the addresses in its cache and in its packed
+        blocks, if it has any.
 
-    def __call__(
-        self, stream: Tensor, cos: Tensor, sin: Tensor, caches: Sequence[LayerCache], pagings: Sequence[Paging]
-    ) -> Tensor:
+        Raises RuntimeError for sizes that do not match.
+        """
+        if not len(layers) == len(caches) == len(pages):
+            raise RuntimeError(f"{len(layers)} layers with {len(caches)} caches and {len(pages)} pages")
+        self.numbers: list[int] = []
+        weakref.finalize(self, _free_layers, self.numbers)
+        for parts in zip(layers, caches, pages, strict=True):
+            self.numbers.append(_make_layer(*parts, _index(level)))
+
+    def __call__(self, stream: Tensor, cos: Tensor, sin: Tensor, pagings: Sequence[Paging]) -> Tensor:
         """Return the residual stream [num_tokens, hidden] after the layers. All tensors must be dense.
 
         Args:
             stream: the residual stream before the layers, [num_tokens, hidden].
             cos, sin: [1, num_tokens, head_dim].
-            caches: the cache of each layer.
-            pagings: the addresses of each layer's cache. Layers that share them must have the same object.
+            pagings: the addresses in each page. They differ in slots and block tables only.
         """
-        packed = [_packed_of(*layer) for layer in zip(caches, pagings, strict=True)]
-        distinct = list(dict.fromkeys([*pagings, *(paging for _, paging in packed if paging)]))
-        numbers = {paging: number for number, paging in enumerate(distinct)}
+        lens = pagings[0]
         result: Tensor = _operator("decoder_layers")(
-            self._numbers, stream, cos, sin,
-            *_each(caches, "keys", "values", "key_scales", "value_scales", "key_channels"),
-            [tensor for tensors, _ in packed for tensor in tensors],
-            *_each(distinct, "slots", "block_tables", "context_lens", "query_starts"),
-            [numbers[paging] for paging in pagings],
-            [numbers[paging] if paging else -1 for _, paging in packed],
+            self.numbers, stream, cos, sin,
+            [paging.slots for paging in pagings], [paging.block_tables for paging in pagings],
+            lens.context_lens, lens.query_starts,
         )  # fmt: skip
         return result
+
+
+class CausalModel:
+    """A whole language model in one call: embeddings, angles, decoder layers, the last norm and the output layer."""
+
+    def __init__(
+        self,
+        layers: DecoderLayers,
+        embedding: Tensor,
+        angles: Tensor,
+        norm: Tensor,
+        eps: float,
+        head: PackedLinear,
+        bias: Tensor | None,
+    ) -> None:
+        """embedding: [vocab, hidden]. angles: cosines and sines of each position, [positions, 2 * head_dim].
+
+        Raises RuntimeError for sizes that do not match.
+        """
+        number: int = _operator("make_model")(
+            layers.numbers, embedding, angles, norm, eps, head.groups, head.layout, bias, head.out_features,
+        )  # fmt: skip
+        self._number = number
+        weakref.finalize(self, _operator("free_model"), number)
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, pagings: Sequence[Paging]) -> Tensor:
+        """Return the logits [num_rows, vocab] of some rows.
+
+        Raises RuntimeError for a token, position or row that does not exist.
+
+        Args:
+            input_ids, position_ids: [1, num_tokens] int64.
+            rows: [num_rows] int64.
+            pagings: as for `DecoderLayers`.
+        """
+        lens = pagings[0]
+        logits: Tensor = _operator("model_logits")(
+            self._number, input_ids, position_ids, rows,
+            [paging.slots for paging in pagings], [paging.block_tables for paging in pagings],
+            lens.context_lens, lens.query_starts,
+        )  # fmt: skip
+        return logits
 
 
 class ExpertLinear:
@@ -378,15 +438,19 @@ class ExpertLinear:
         return product
 
 
-def _make_layer(layer: DecoderLayer, level: int) -> int:
+def _make_layer(layer: DecoderLayer, cache: LayerCache, pages: tuple[int, int | None], level: int) -> int:
     weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    page, packed_page = pages
+    packed = () if cache.packed is None else cache.packed.tensors
     number: int = _operator("make_layer")(
         layer.norm.contiguous(), layer.eps, layer.num_heads, layer.rotates,
         layer.query_norm, layer.key_norm, layer.head_eps,
         layer.scale, layer.sliding_window or 0, layer.softcap or 0.0, layer.sinks,
         layer.post_norm.contiguous(), layer.post_eps, layer.down.in_features,
         [weight.groups for weight in weights], [number for weight in weights for number in weight.layout],
-        [layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias], level,
+        [layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias],
+        cache.keys, cache.values, cache.key_scales, cache.value_scales, cache.key_channels, packed,
+        page, -1 if packed_page is None or cache.packed is None else packed_page, level,
     )  # fmt: skip
     return number
 
@@ -402,11 +466,6 @@ def _packed_of(cache: LayerCache, paging: Paging) -> tuple[Sequence[Tensor], Pag
         return (), None
     assert paging.packed is not None
     return cache.packed.tensors, paging.packed
-
-
-def _each(objects: Sequence[Any], *names: str) -> Iterator[list[Any]]:
-    """Yield the list of each attribute."""
-    return ([getattr(one, name) for one in objects] for name in names)
 
 
 def _like(x: Tensor) -> Tensor:  # twice as fast as `torch.empty`, of which a step needs hundreds

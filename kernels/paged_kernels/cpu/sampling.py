@@ -1,4 +1,5 @@
-"""Token sampling on a CPU, row by row with numpy, whose sort and argmax of a row are many times faster than PyTorch's.
+"""Token sampling on a CPU: the largest logits in C++, and random rows one by one with numpy, whose sort of a row is
+many times as fast as PyTorch's.
 
 The result is the same as in `paged_kernels.sampling`: the token with the largest logit * scale + noise. The noise takes
 a logarithm, so it is computed for few tokens only. First come the tokens whose number w is below SMALL_W. The noise of
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paged_kernels.cpu import native
 from paged_kernels.sampling_metadata import SamplingMetadata
 
 SMALL_W = 2.0**-8
@@ -26,23 +28,32 @@ def noise_bits(seeds: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> 
 
 def sample(logits: Tensor, metadata: SamplingMetadata | None, *, out: Tensor | None = None) -> Tensor:
     """Compute `paged_kernels.sampling.sample`."""
-    rows = logits.float().numpy()
-    tokens = _best(rows)
+    tokens = best_tokens(logits, out=out)
     if metadata is not None:
-        _sample_rows(tokens, rows, metadata)
-    sampled = torch.from_numpy(tokens)
-    return sampled if out is None else out.copy_(sampled)
+        _sample_rows(tokens.numpy(), logits, metadata)
+    return tokens
 
 
-def _sample_rows(tokens: np.ndarray, rows: np.ndarray, metadata: SamplingMetadata) -> None:
+def best_tokens(logits: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Compute `native.best_tokens`, with numpy if there are no C++ kernels."""
+    if native.levels():
+        return native.best_tokens(logits, out=out)
+    rows = logits.float().numpy()
+    tokens = rows.argmax(-1)  # index of the first NaN if there is one
+    tokens[~np.isfinite(rows[np.arange(len(rows)), tokens])] = -1
+    best = torch.from_numpy(tokens)
+    return best if out is None else out.copy_(best)
+
+
+def _sample_rows(tokens: np.ndarray, logits: Tensor, metadata: SamplingMetadata) -> None:
     """Replace the best tokens of the rows that do not sample greedily."""
     scales = metadata.scales.numpy()
     keys = _keys(metadata.seeds.numpy(), metadata.positions.numpy())
-    hashes = _vocabulary(rows.shape[-1])
+    hashes = _vocabulary(logits.shape[-1])
     for row in np.flatnonzero(scales):
         if tokens[row] < 0:
             continue
-        logits_of, scale, kept = rows[row], scales[row], None
+        logits_of, scale, kept = logits[row].float().numpy(), scales[row], None
         if metadata.filters is not None:
             kept = _kept_tokens(logits_of, scale, *(values[row].item() for values in vars(metadata.filters).values()))
         if kept is None:
@@ -50,12 +61,6 @@ def _sample_rows(tokens: np.ndarray, rows: np.ndarray, metadata: SamplingMetadat
         else:
             scores = _scores(logits_of[kept], scale, _row_bits(keys[row], hashes[kept]))
             tokens[row] = kept[scores.argmax()]
-
-
-def _best(rows: np.ndarray) -> np.ndarray:  # [num_rows] int64
-    tokens = rows.argmax(-1)  # index of the first NaN if there is one
-    tokens[~np.isfinite(rows[np.arange(len(rows)), tokens])] = -1
-    return tokens
 
 
 def _sample_row(logits: np.ndarray, scale: np.float32, key: np.uint64, hashes: np.ndarray) -> int:

@@ -1,12 +1,14 @@
 """A decoder layer in one call against its operations in sequence."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 
 from paged_kernels.cpu import native
 from paged_kernels.cpu.native import (
+    CausalModel,
     DecoderLayer,
     DecoderLayers,
     add_rms_norm,
@@ -107,6 +109,13 @@ def inputs_of(case, dtype, count):
     return [cache for _, cache, _ in arrays], [arrays[0][2]] * count
 
 
+def in_pages(layers, caches, pagings, **options):
+    """Return layers with these caches and addresses, as a function of the rest."""
+    pages = list(dict.fromkeys([*pagings, *(paging.packed for paging in pagings if paging.packed)]))
+    indices = [(pages.index(paging), pages.index(paging.packed) if paging.packed else None) for paging in pagings]
+    return partial(DecoderLayers(layers, caches, indices, **options), pagings=pages)
+
+
 def check_layers(layers, inputs, same_inputs, level):
     """inputs, same_inputs: the same caches and addresses twice, since they are written."""
     (caches, pagings), (others, _) = inputs, same_inputs
@@ -115,7 +124,7 @@ def check_layers(layers, inputs, same_inputs, level):
     stream = torch.randn(tokens, HIDDEN).to(dtype)
     angles = torch.randn(tokens, HEAD_DIM)
     cos, sin = angles.cos().to(dtype)[None], angles.sin().to(dtype)[None]
-    found = DecoderLayers(layers, level=level)(stream, cos, sin, caches, pagings)
+    found = in_pages(layers, caches, pagings, level=level)(stream, cos, sin)
     output, residual = stream, None
     for layer, other, addresses in zip(layers, others, pagings, strict=True):
         output, residual = run_operations(layer, output, residual, cos, sin, other, addresses, level)
@@ -144,26 +153,86 @@ def test_layers_with_addresses_of_their_own_match_their_operations(level):
 
 
 def one_layer(**settings):
-    layer = DecoderLayers([made(dtype=torch.float32, **PLAIN | settings)])
+    layer = made(dtype=torch.float32, **PLAIN | settings)
     _, cache, paging = make_inputs(Case("decode", group=GROUP, head_dim=HEAD_DIM), torch.float32).arrays
-    return layer, torch.randn(len(paging.slots), HIDDEN), torch.randn(1, len(paging.slots), HEAD_DIM), cache, paging
+    tokens = len(paging.slots)
+    return in_pages([layer], [cache], [paging]), torch.randn(tokens, HIDDEN), torch.randn(1, tokens, HEAD_DIM)
 
 
 def test_angles_of_different_types_are_rejected():
-    layer, rows, angles, cache, paging = one_layer()
+    layer, rows, angles = one_layer()
     with pytest.raises(RuntimeError, match="cos and sin have different types"):
-        layer(rows, angles, angles.bfloat16(), [cache], [paging])
+        layer(rows, angles, angles.bfloat16())
 
 
 def test_every_layer_needs_a_cache():
-    layer, rows, angles, cache, paging = one_layer()
-    with pytest.raises(RuntimeError, match="1 layers with 2 caches"):
-        layer(rows, angles, angles, [cache, cache], [paging, paging])
+    layer = made(dtype=torch.float32, **PLAIN)
+    _, cache, _ = make_inputs(Case("decode", group=GROUP, head_dim=HEAD_DIM), torch.float32).arrays
+    with pytest.raises(RuntimeError, match="1 layers with 2 caches and 1 pages"):
+        DecoderLayers([layer], [cache, cache], [(0, None)])
+
+
+def test_a_stream_of_another_type_is_rejected():
+    layer, rows, angles = one_layer()
+    with pytest.raises(RuntimeError, match="another size or type"):
+        layer(rows.bfloat16(), angles, angles)
 
 
 def test_time_of_each_operation_is_counted():
-    layer, rows, angles, cache, paging = one_layer()
+    layer, rows, angles = one_layer()
     before = native.seconds()
-    layer(rows, angles, angles, [cache], [paging])
+    layer(rows, angles, angles)
     spent = {kind for kind, after in native.seconds().items() if after > before[kind]}
     assert spent == {"linear", "rope_kv_write", "paged_attention"}  # which compute norms and activations as well
+
+
+VOCAB, POSITIONS = 41, 300
+
+
+def whole_model(dtype, level, *, pages=1):
+    """Return a model of two layers, a function for what it computes in operations, and the arguments of a step."""
+    layers = [made(dtype=dtype, **PLAIN) for _ in range(2)]
+    (caches, pagings), (others, _) = (
+        inputs_of(Case("mixed", KV_HEADS, GROUP, HEAD_DIM), dtype, 2),
+        inputs_of(Case("mixed", KV_HEADS, GROUP, HEAD_DIM), dtype, 2),
+    )
+    generator = torch.Generator().manual_seed(1)
+    embedding, norm = (torch.randn(shape, generator=generator).to(dtype) for shape in ((VOCAB, HIDDEN), (HIDDEN,)))
+    head = pack_linear(torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype))
+    table = torch.randn(POSITIONS, 2 * HEAD_DIM, generator=generator).to(dtype)
+    made_layers = DecoderLayers(layers, caches, [(0, None)] * 2, level=level)
+    model = CausalModel(made_layers, embedding, table, norm, 1e-5, head, None)
+
+    def run(ids, positions, rows, paging):
+        other = DecoderLayers(layers, others, [(0, None)] * 2, level=level)
+        cos, sin = table[positions].chunk(2, -1)
+        stream = other(embedding[ids[0]], cos, sin, [paging])
+        return linear(add_rms_norm(stream[rows], None, norm, 1e-5, level=level)[0], head, level=level)
+
+    tokens = len(pagings[0].slots)
+    ids = torch.randint(VOCAB, (1, tokens), generator=generator)
+    positions = torch.randint(POSITIONS, (1, tokens), generator=generator)
+    return model, run, ids, positions, pagings[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", native.levels())
+def test_a_whole_model_matches_its_operations_bit_for_bit(level, dtype):
+    model, run, ids, positions, paging = whole_model(dtype, level)
+    used = int(paging.query_starts[-1])
+    for rows in (torch.arange(len(ids[0])), torch.tensor([used - 1, 0]), torch.zeros(0, dtype=torch.int64)):
+        found, expected = model(ids, positions, rows, [paging]), run(ids, positions, rows, paging)
+        assert found.shape == (len(rows), VOCAB)
+        assert torch.equal(found[rows < used], expected[rows < used])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"), [("token", VOCAB, VOCAB - 1), ("position", -1, POSITIONS - 1), ("row", 10**6, 0)]
+)
+def test_indices_outside_of_a_model_are_rejected(field, value, limit):
+    model, _, ids, positions, paging = whole_model(torch.float32, None)
+    rows = torch.tensor([0])
+    changed = {"token": ids[0], "position": positions[0], "row": rows}[field]
+    changed[0] = value
+    with pytest.raises(RuntimeError, match=f"{field} {value}: must be 0..{limit or len(ids[0]) - 1}"):
+        model(ids, positions, rows, [paging])

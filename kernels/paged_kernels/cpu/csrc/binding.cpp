@@ -40,7 +40,7 @@ void rope_kv_write(Tensor out, Tensor query, Tensor key, Tensor value, Tensor co
                    OptionalTensor key_weight, double eps, int64_t level) {
   const Cache cache = cache_of(keys, values, key_scales, value_scales, key_channels);
   const Write write{type_of(key), rows_of(key), rows_of(value), cache, (const int64_t*)slots.data_ptr()};
-  const Rotation call = rotation_call(out.data_ptr(), rows_of(query), query.size(1), write, cos, sin, query_weight, key_weight, eps);
+  const Rotation call = rotation_call(out.data_ptr(), rows_of(query), query.size(1), write, angles_of(cos, sin), query_weight, key_weight, eps);
   run(token_task(rotations, level_of(level).rotate, call, slots.size(0), query.size(1) * cache.head_dim + written_elements(cache)));
 }
 
@@ -65,6 +65,11 @@ Tensor swiglu(Tensor gate_up, int64_t level) {
   return out;
 }
 
+void best_tokens(Tensor logits, Tensor out, int64_t level) {
+  const Best call{type_of(logits), logits.data_ptr(), logits.stride(0), logits.size(1), (int64_t*)out.data_ptr()};
+  run(token_task(samplings, level_of(level).best, call, logits.size(0), logits.size(1)));
+}
+
 Tensor linear(Tensor x, Tensor groups, std::vector<int64_t> layout, OptionalTensor bias, int64_t out_features, int64_t level) {
   const Weight weight = std::move(weights_of({groups}, layout, {bias})[0]);
   const int64_t in_features = x.size(x.dim() - 1);
@@ -72,7 +77,7 @@ Tensor linear(Tensor x, Tensor groups, std::vector<int64_t> layout, OptionalTens
   sizes.back() = out_features;
   Tensor out = torch::stable::new_empty(x, sizes);
   const int64_t rows = out_features ? out.numel() / out_features : 0;
-  const Linear call = linear_call(type_of(x), x.data_ptr(), rows, x.dim() == 2 ? x.stride(0) : in_features, in_features, weight, out.data_ptr(), out_features);
+  const Linear call = with_rows(linear_of(type_of(x), in_features, weight, out_features), x.data_ptr(), rows, x.dim() == 2 ? x.stride(0) : in_features, out.data_ptr());
   auto program = std::make_unique<Program>();
   program->add(linear_task(level_of(level), call));
   keep(*program, x, groups, bias);
@@ -109,17 +114,25 @@ STABLE_TORCH_LIBRARY(paged_cpu, m) {
       "Tensor? key_weight, float eps, int level) -> ()");
   m.def("add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, int level) -> (Tensor, Tensor)");
   m.def("swiglu(Tensor gate_up, int level) -> Tensor");
+  m.def("best_tokens(Tensor logits, Tensor(a!) out, int level) -> ()");
   m.def(
       "linear(Tensor x, Tensor groups, int[] layout, Tensor? bias, int out_features, int level) -> Tensor");
   m.def(
       "make_layer(Tensor norm, float eps, int num_heads, bool rotates, Tensor? query_norm, Tensor? key_norm, float head_eps, "
       "float scale, int window, float softcap, Tensor? sinks, Tensor post_norm, float post_eps, int inner_features, "
-      "Tensor[] groups, int[] layouts, Tensor?[] biases, int level) -> int");
+      "Tensor[] groups, int[] layouts, Tensor?[] biases, Tensor keys, Tensor values, Tensor? key_scales, Tensor? value_scales, "
+      "Tensor? key_channels, Tensor[] packed, int page, int packed_page, int level) -> int");
   m.def("free_layer(int layer) -> ()");
   m.def(
-      "decoder_layers(int[] layers, Tensor stream, Tensor cos, Tensor sin, Tensor(a!)[] keys, Tensor(b!)[] values, "
-      "Tensor(c!)?[] key_scales, Tensor(d!)?[] value_scales, Tensor?[] key_channels, Tensor(e!)[] packed, Tensor[] slots, "
-      "Tensor[] block_tables, Tensor[] context_lens, Tensor[] query_starts, int[] pagings, int[] packed_pagings) -> Tensor");
+      "decoder_layers(int[] layers, Tensor stream, Tensor cos, Tensor sin, Tensor[] slots, Tensor[] block_tables, "
+      "Tensor context_lens, Tensor query_starts) -> Tensor");
+  m.def(
+      "make_model(int[] layers, Tensor embedding, Tensor angles, Tensor norm, float eps, Tensor head, int[] layout, Tensor? bias, "
+      "int out_features) -> int");
+  m.def("free_model(int model) -> ()");
+  m.def(
+      "model_logits(int model, Tensor input_ids, Tensor positions, Tensor rows, Tensor[] slots, Tensor[] block_tables, "
+      "Tensor context_lens, Tensor query_starts) -> Tensor");
   m.def(
       "make_experts(Tensor[] groups, int[] layouts, Tensor?[] biases, int in_features, int out_features, int level) -> int");
   m.def("free_experts(int experts) -> ()");
@@ -129,6 +142,8 @@ STABLE_TORCH_LIBRARY(paged_cpu, m) {
 STABLE_TORCH_LIBRARY_IMPL(paged_cpu, CompositeExplicitAutograd, m) {
   m.impl("make_layer", TORCH_BOX(&paged::make_layer));
   m.impl("free_layer", TORCH_BOX(&paged::free_layer));
+  m.impl("make_model", TORCH_BOX(&paged::make_model));
+  m.impl("free_model", TORCH_BOX(&paged::free_model));
   m.impl("make_experts", TORCH_BOX(&paged::make_experts));
   m.impl("free_experts", TORCH_BOX(&paged::free_experts));
 }
@@ -139,7 +154,9 @@ STABLE_TORCH_LIBRARY_IMPL(paged_cpu, CPU, m) {
   m.impl("rope_kv_write", TORCH_BOX(&paged::rope_kv_write));
   m.impl("add_rms_norm", TORCH_BOX(&paged::add_rms_norm));
   m.impl("swiglu", TORCH_BOX(&paged::swiglu));
+  m.impl("best_tokens", TORCH_BOX(&paged::best_tokens));
   m.impl("linear", TORCH_BOX(&paged::linear));
   m.impl("decoder_layers", TORCH_BOX(&paged::decoder_layers));
+  m.impl("model_logits", TORCH_BOX(&paged::model_logits));
   m.impl("expert_linear", TORCH_BOX(&paged::expert_linear));
 }

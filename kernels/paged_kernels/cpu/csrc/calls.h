@@ -125,6 +125,13 @@ struct SwiGlu {
   int64_t width;
 };
 
+struct Best {
+  Type type;
+  const void* logits;  // [rows, width]
+  int64_t stride, width;
+  int64_t* tokens;  // [rows], dense
+};
+
 // The codes of a weight, as `packed_linear.KINDS`. plain: the type of x; fp8: e4m3fn, fp4: e2m1.
 enum class Format : int { plain, int8, int4, fp8, fp4, int5, int6 };
 
@@ -191,6 +198,7 @@ struct Level {
   void (*rotate)(const Rotation&, int64_t begin, int64_t end);
   void (*norm)(const Norm&, int64_t begin, int64_t end);
   void (*swiglu)(const SwiGlu&, int64_t begin, int64_t end);
+  void (*best)(const Best&, int64_t begin, int64_t end);
   size_t (*panel_bytes)(const Linear&, int64_t rows);
   // Packs the rows [begin, end), at most linear_rows, for multiply.
   void (*pack_rows)(const Linear&, int64_t begin, int64_t end, void* panels);

@@ -47,7 +47,7 @@ Tensor expert_linear(int64_t number, Tensor x, Tensor starts, bool swiglu) {
   for (size_t i = 0; i < experts->weights.size(); i++) {
     if (at[i] == at[i + 1]) continue;
     const auto row_of = [&](const Tensor& rows, int64_t columns) { return (char*)rows.data_ptr() + at[i] * columns * bytes(type); };
-    Linear call = linear_call(type, row_of(x, inputs), at[i + 1] - at[i], inputs, inputs, experts->weights[i], row_of(out, width), outputs);
+    Linear call = with_rows(linear_of(type, inputs, experts->weights[i], outputs), row_of(x, inputs), at[i + 1] - at[i], inputs, row_of(out, width));
     call.swiglu = swiglu;
     tasks.push_back(linear_task(experts->level, call));
   }

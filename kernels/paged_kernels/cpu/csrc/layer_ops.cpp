@@ -1,4 +1,4 @@
-// The operations between attention calls: cache writes, rotary embedding, RMSNorm and SwiGLU. Sums, normalized rows and
+// The operations beside linear layers and attention: cache writes, rotary embedding, RMSNorm, SwiGLU, and the largest logit. Sums, normalized rows and
 // silu are rounded to the model's type. Nothing is fused that the references do not fuse: the bits of a block must not
 // depend on which implementation wrote it.
 #include "level.h"
@@ -106,6 +106,38 @@ INLINE void rotate_row(float* row, int head_dim, const float* cos, const float* 
     store(row + d, rounded<T>(load<vf>(row + d) * load<vf>(cos + d) + load<vf>(swapped + d) * load<vf>(sin + d)));
 }
 
+// Reads the vector at `d` of a row of at least one element. Lanes past its end repeat its last element.
+template <Type T>
+INLINE vf read_repeated(const void* row, int64_t d, int64_t width) {
+  if (width - d >= W) return widen<T>(at<T>(row, d));
+  alignas(64) float values[W];
+  store(values, widen<T>(at<T>(row, d), (int)(width - d)));
+  for (int64_t lane = width - d; lane < W; lane++) values[lane] = values[width - d - 1];
+  return load<vf>(values);
+}
+
+// Returns the index of the first largest element, or -1 if it or any other is not a finite number or -infinity.
+template <Type T>
+INLINE int64_t find_best(const void* row, int64_t width) {
+  if (!width) return -1;
+  vf top = splat(-infinity);
+  vi number = {}, first = {}, wrong = {};  // of each lane: the vector, that of the first largest element, whether an element is wrong
+  for (int64_t d = 0; d < width; d += W) {
+    const vf x = read_repeated<T>(row, d, width);
+    wrong |= !(x < infinity);
+    first = x > top ? number : first;
+    top = max_lanes(x, top);
+    number += 1;
+  }
+  const float largest = reduce_max(top);
+  int64_t found = largest > -infinity ? width : -1;
+  for (int lane = 0; lane < W; lane++) {
+    if (wrong[lane]) return -1;
+    if (top[lane] == largest && first[lane] * (int64_t)W + lane < found) found = first[lane] * (int64_t)W + lane;
+  }
+  return found;
+}
+
 }  // namespace
 
 void write(const Write& call, int64_t begin, int64_t end) {
@@ -184,6 +216,12 @@ void swiglu(const SwiGlu& call, int64_t begin, int64_t end) {
         narrow<T>(at<T>(out, d), rounded<T>(silu) * widen<T>(at<T>(up, d), count), count);
       }
     }
+  });
+}
+
+void best(const Best& call, int64_t begin, int64_t end) {
+  DISPATCH_FLOAT(call.type, T, {
+    for (int64_t row = begin; row < end; row++) call.tokens[row] = find_best<T>(at<T>(call.logits, row * call.stride), call.width);
   });
 }
 

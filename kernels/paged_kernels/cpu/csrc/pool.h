@@ -17,7 +17,7 @@
 namespace paged {
 
 // The kinds of operations whose time is counted, in the order of native.TIMED_OPS.
-enum Kind : int { linears, norms, activations, rotations, attentions, num_kinds };
+enum Kind : int { linears, norms, activations, rotations, attentions, samplings, num_kinds };
 
 // A thread that runs items, and its memory.
 class Worker {

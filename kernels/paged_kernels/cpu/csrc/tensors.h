@@ -112,12 +112,12 @@ inline std::vector<Weight> weights_of(const std::vector<Tensor>& groups, const s
   return weights;
 }
 
-inline Linear linear_call(Type type, const void* x, int64_t rows, int64_t x_stride, int64_t in_features, const Weight& weight, void* out, int64_t out_features) {
+// A call of a linear layer, without rows.
+inline Linear linear_of(Type type, int64_t in_features, const Weight& weight, int64_t out_features) {
   if (bytes(type) < 2) throw std::runtime_error("linear: rows must be float32, float16 or bfloat16");
   Linear call{};
   call.type = type, call.format = weight.format;
-  call.x = x, call.x_stride = x_stride;
-  call.rows = rows, call.in_features = in_features, call.out_features = out_features;
+  call.in_features = in_features, call.out_features = out_features;
   call.block_inputs = weight.block_inputs, call.wide_scales = weight.wide_scales, call.has_mins = weight.has_mins, call.int8_rows = weight.int8_rows;
   const bool plain = call.format == Format::plain;
   if (plain && type_of(weight.groups) != type) throw std::runtime_error("linear: the weight and x have different types");
@@ -133,7 +133,11 @@ inline Linear linear_call(Type type, const void* x, int64_t rows, int64_t x_stri
     throw std::runtime_error("linear: bias must be " + std::to_string(out_features) + " dense elements of the type of x");
   call.weight = weight.groups.data_ptr();
   call.bias = data_of(weight.bias);
-  call.out = out;
+  return call;
+}
+
+inline Linear with_rows(Linear call, const void* x, int64_t rows, int64_t x_stride, void* out) {
+  call.x = x, call.rows = rows, call.x_stride = x_stride, call.out = out;
   return call;
 }
 
@@ -180,18 +184,28 @@ inline void add_packing(Program& program, const Level& level, const Cache& cache
   if (cache.packed.num_blocks) add_packing(program, level, cache, (const int64_t*)addresses.slots.data_ptr(), (const int64_t*)addresses.packed_slots.value().data_ptr(), addresses.slots.size(0));
 }
 
+struct Angles {  // of each token, [num_tokens, head_dim]
+  Type type;
+  const void *cos, *sin;
+  int64_t cos_stride, sin_stride;
+};
+
 // cos and sin: [num_tokens, head_dim], or [1, num_tokens, head_dim].
-inline Rotation rotation_call(void* out, const Rows& query, int64_t num_heads, const Write& write, const Tensor& cos, const Tensor& sin,
-                              const OptionalTensor& query_norm, const OptionalTensor& key_norm, double eps) {
+inline Angles angles_of(const Tensor& cos, const Tensor& sin) {
   if (type_of(sin) != type_of(cos)) throw std::runtime_error("cos and sin have different types");
+  return {type_of(cos), cos.data_ptr(), sin.data_ptr(), cos.stride(cos.dim() - 2), sin.stride(sin.dim() - 2)};
+}
+
+inline Rotation rotation_call(void* out, const Rows& query, int64_t num_heads, const Write& write, const Angles& angles,
+                              const OptionalTensor& query_norm, const OptionalTensor& key_norm, double eps) {
   Rotation call{};
   call.query = query;
   call.write = write;
   call.out = out;
   call.num_heads = (int)num_heads;
-  call.angles = type_of(cos);
-  call.cos = cos.data_ptr(), call.sin = sin.data_ptr();
-  call.cos_stride = cos.stride(cos.dim() - 2), call.sin_stride = sin.stride(sin.dim() - 2);
+  call.angles = angles.type;
+  call.cos = angles.cos, call.sin = angles.sin;
+  call.cos_stride = angles.cos_stride, call.sin_stride = angles.sin_stride;
   call.query_weight = data_of(query_norm);
   call.key_weight = data_of(key_norm);
   call.eps = (float)eps;
