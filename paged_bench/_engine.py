@@ -27,7 +27,6 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.engine.outputs import EngineDied, EngineOutput, StepOutput
-from paged_backend.kv.cache import wait_until_populated
 from paged_bench._harness import Option, Record, latencies, model_option
 from paged_client.serving.repository import resolve_model
 from paged_client.serving.server_files import cache_directory, create_atomically
@@ -385,8 +384,7 @@ def _requests_of(jobs: Sequence[Job], assembly: Assembly) -> list[GenerateReques
 
 
 def run_paged(assembly: Assembly, jobs: Sequence[Job]) -> Run:
-    """Run jobs with the engine on its own thread, as in the server, once the memory of its KV cache is populated."""
-    wait_until_populated()
+    """Run jobs with the engine on its own thread, as in the server."""
     started = time.monotonic()
     requests = _requests_of(jobs, assembly)
     stamps: dict[tuple[int, int], list[float]] = {}

@@ -46,7 +46,6 @@ from paged_client.serving.server_files import perf_analyzer
 from paged_client.serving.tritonserver import TritonServer
 from paged_client.wire import Values
 
-POPULATION_TIMEOUT = 60  # seconds
 UNPACKED = ROOT / ".cache/redis/usr"  # where .ci/run unpacks Debian's packages
 START_SECONDS = 60.0
 MAX_ATTEMPTS = 6  # exports of perf_analyzer 2.51 are sometimes empty or truncated
@@ -225,15 +224,6 @@ def busy_cores(server: TritonServer, run: Callable[[], object]) -> dict[str, flo
     after = [cpu_seconds([server.pid]), cpu_seconds(model)]
     used = [later - earlier for earlier, later in zip(before, after, strict=True)] + [_client_seconds() - client]
     return {name: seconds / wall for name, seconds in zip(("tritonserver", "model", "client"), used, strict=True)}
-
-
-def wait_until_populated(server: TritonServer) -> None:
-    """Wait until the model's process is idle: after the load it populates the pages of its KV cache."""
-    print("waiting until the KV cache is populated ...", file=sys.stderr, flush=True)
-    for _ in range(POPULATION_TIMEOUT):
-        if busy_cores(server, lambda: time.sleep(1))["model"] < 0.1:
-            return
-    print("the model's process is still busy", file=sys.stderr, flush=True)
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:

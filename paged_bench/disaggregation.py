@@ -35,7 +35,7 @@ from paged_bench._harness import (
     ratio,
     rounds_option,
 )
-from paged_bench._servers import RedisServer, find_redis, wait_until_populated
+from paged_bench._servers import RedisServer, find_redis
 from paged_client.async_client import AsyncClient
 from paged_client.serving.repository import resolve_model
 from paged_client.serving.tritonserver import TritonServer
@@ -157,13 +157,8 @@ def compare(options: Mapping[str, object], model: str, store: str, load: Load, r
         for warm_up in contestants.values():
             warm_up.run(replace(load, seconds=2 * load.interval))
 
-        def run(contestant: Contestant) -> Times:
-            for server in servers:
-                wait_until_populated(server)
-            return contestant.run(load)
-
         contest = alternate(
-            {name: partial(run, contestant) for name, contestant in contestants.items()},
+            {name: partial(contestant.run, load) for name, contestant in contestants.items()},
             rounds,
             lambda times: 1e3 * percentile(times.between, 0.99),
             label="{}, p99 between tokens in ms",

@@ -40,7 +40,6 @@ from paged_bench._servers import (
     run_lean_client,
     run_perf_analyzer,
     text_workload,
-    wait_until_populated,
 )
 from paged_client.serving.server_files import perf_analyzer
 from paged_client.serving.tritonserver import TritonServer
@@ -68,11 +67,9 @@ def compare(
 ) -> Iterator[Record]:
     """Run all requests at once, alternately in process and through the server.
 
-    Before that the server answers them once, because its files and libraries are not in memory yet, and the pages of
-    its KV cache are populated.
+    Before that the server answers them once, because its files and libraries are not in memory yet.
     """
     run_lean_client(server, work, len(work.jobs))
-    wait_until_populated(server)
     contestants: dict[str, Callable[[], Run | LoadResult]] = {IN_PROCESS: partial(run_paged, assembly, work.jobs)}
     contestants |= clients(server, work)
     contest = alternate(contestants, rounds, lambda run: work.tokens / run.seconds, may_fail=[ANALYZER])

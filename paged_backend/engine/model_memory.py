@@ -23,8 +23,8 @@ from torch import UntypedStorage
 from paged_backend.api.sizes import GIB
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.engine.host_copy import HostCopy, allocate, distinct_storages, fill_zeros, find_tensors, release
+from paged_backend.execution.cpu_threads import count_threads
 from paged_backend.execution.runner import Runner
-from paged_backend.kv.cache import populate_in_background, wait_until_populated
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.utils.machine import available_memory
 
@@ -107,7 +107,6 @@ class ModelMemory:
         except MemoryShortage:
             self._capture_graphs()
             raise
-        wait_until_populated()
         release((*self._weights.storages, *self._pool))
         self._reserved_bytes()  # returns what was freed to the device
         self._released = ReleasedMemory(sum(self._pool_sizes), self._weights.nbytes, graphs)
@@ -132,8 +131,7 @@ class ModelMemory:
             torch._C._host_emptyCache()  # PyTorch would keep the pinned memory
         fill_zeros(self._pool)
         self._runner.copier.update_addresses()
-        if self._runner.kv.device.type == "cpu":
-            populate_in_background(self._runner.kv)
+        self._runner.kv.populate(count_threads(self._ranks_per_node))
         self._capture_graphs()
         restored, self._released = self._released, None
         return restored

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.pools import Pools
-from paged_backend.execution.cpu_threads import CpuThreads
+from paged_backend.execution.cpu_threads import CpuThreads, count_threads
 from paged_backend.execution.graphs import GraphCapture, GraphShape, draft_shapes, graph_capture, graph_shapes
 from paged_backend.execution.runner import Drafter, Runner
-from paged_backend.kv.cache import KVCache, populate_in_background
+from paged_backend.kv.cache import KVCache
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.models.attention import scale_channels
 from paged_backend.models.decoder import FusedDecoder
@@ -34,7 +34,7 @@ def build_runner(
     kv, drafter, threads = KVCache.allocate(layout, pools.num_pages, device), None, None
     scale_channels(loaded.model, kv)
     if device.type == "cpu":
-        populate_in_background(kv)
+        kv.populate(count_threads(config.ranks_per_node))
         fused = FusedDecoder.of(loaded.model)
         is_native = config.batch_invariant or (fused is not None and fused.native is not None)
         threads = CpuThreads(config.ranks_per_node, is_native=is_native)

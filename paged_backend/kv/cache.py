@@ -28,9 +28,6 @@ and written in units, rows of as many bytes as divide a page and every tensor:
 from __future__ import annotations
 
 import math
-import os
-import threading
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,7 +41,7 @@ from torch.nn.functional import pad
 
 from paged_backend.api.block_layout import FULL, BlockLayout, EdgeKind, LayerKind, StateKind, WindowKind
 from paged_kernels import packed_blocks
-from paged_kernels.cpu.huge_pages import HUGE_PAGE, populate_pages, request_huge_pages
+from paged_kernels.cpu.huge_pages import populate_pages, request_huge_pages
 from paged_kernels.layer_cache import FORMATS, INT4, LayerCache, plain_channels
 from paged_kernels.packed_blocks import PackedBlocks
 
@@ -55,9 +52,6 @@ STATE_ALIGNMENT = 512  # bytes: of every tensor of a recurrent layer, and then o
 # Maximum share of memory that no layer uses, because the layers of a kind do not fill their pages: in a block of each
 # kind together, and in the blocks of any kind. (A long sequence holds most blocks of full attention.)
 PADDING_LIMIT, KIND_PADDING_LIMIT = 0.05, 0.2
-
-LOWEST_PRIORITY = 19  # nice value
-POPULATING_THREAD = "kv-cache-pages"
 
 
 class TensorShape(NamedTuple):
@@ -349,6 +343,14 @@ class KVCache:
         """The bytes of a page."""
         return self.memory.shape[1]
 
+    def populate(self, threads: int) -> None:
+        """Make the system provide the pages of a CPU's memory, on several threads.
+
+        Without it, the first write to a page waits until the system has cleared the page: a sixth of the time of a
+        prefill (2 cores of an AMD EPYC, Zen 5, in a virtual machine).
+        """
+        populate_pages(self.memory, threads)
+
     def layer_range(self, start: int, end: int) -> KVCache:
         """Return a view of some of the layers, in the same memory."""
         return KVCache(self.memory, self.layers[start:end], self.pages[start:end])
@@ -379,8 +381,8 @@ def pinned_zeros(nbytes: int) -> Tensor:
 
 def _zeros(nbytes: int, device: torch.device) -> Tensor:
     """Return zeros. Attention multiplies slots that were never written by a weight of 0, and NaN would survive that. On
-    a CPU, NumPy's zeros come from calloc: the system provides the memory later, in `populate_in_background` or when a
-    block is first used."""
+    a CPU, NumPy's zeros come from calloc: the system provides the memory in `KVCache.populate`, or when a block is
+    first used."""
     if device.type != "cpu" or not nbytes:
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     zeros = torch.from_numpy(np.zeros(nbytes, dtype=np.uint8))
@@ -479,31 +481,3 @@ class StateCache:
         """Return the units of several blocks, [num_blocks, num_units] int64. pages: their pages, [num_blocks, pages of
         a block] int64."""
         return pages[:, self.places[0]] * self.units_per_page + self.places[1]
-
-
-def populate_in_background(cache: KVCache) -> threading.Thread:
-    """Start a thread that populates the pages of all blocks, lowest numbers first, and return it.
-
-    Without it, the first write to a page waits until the system has cleared the page: a sixth of the time of a prefill
-    (2 cores of an AMD EPYC, Zen 5, in a virtual machine). The thread has the lowest priority, and ends early when the
-    cache is no longer referenced.
-    """
-    thread = threading.Thread(target=_populate, args=[weakref.ref(cache)], name=POPULATING_THREAD, daemon=True)
-    thread.start()
-    return thread
-
-
-def wait_until_populated() -> None:
-    """Wait until the pages of all caches of this process are populated."""
-    for thread in threading.enumerate():
-        if thread.name == POPULATING_THREAD:
-            thread.join()
-
-
-def _populate(reference: weakref.ref[KVCache]) -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-    start = 0  # bytes that are done
-    while (cache := reference()) is not None and start < (total := cache.memory.nbytes):
-        populate_pages(cache.memory, start, min(start + HUGE_PAGE, total))
-        del cache
-        start += HUGE_PAGE

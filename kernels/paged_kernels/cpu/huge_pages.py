@@ -4,12 +4,13 @@ import ctypes
 import mmap
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 HUGE_PAGE = 1 << 21
-CHUNK = 8 * HUGE_PAGE  # memory that small tensors share
+CHUNK = 8 * HUGE_PAGE  # memory that small tensors share, and that one call populates
 ALIGNMENT = 64  # bytes
 MADV_POPULATE_WRITE = 23  # since Linux 5.14; not in the mmap module
 
@@ -54,11 +55,14 @@ class HugePageAllocator:
             return taken
 
 
-def populate_pages(memory: Tensor, start: int, end: int) -> None:
-    """Make the system provide the pages of the bytes start..end of CPU memory, as writing to them would, without
-    changing their content. Linux before 5.14 and other systems ignore this."""
+def populate_pages(memory: Tensor, threads: int) -> None:
+    """Make the system provide the pages of CPU memory on several threads, as writing to them would, without changing
+    their content. Linux before 5.14 and other systems ignore this."""
     if sys.platform == "linux":
-        _advise(memory, start, end, mmap.PAGESIZE, MADV_POPULATE_WRITE)
+        with ThreadPoolExecutor(threads) as pool:
+            for start in range(0, memory.nbytes, CHUNK):
+                end = min(start + CHUNK, memory.nbytes)
+                pool.submit(_advise, memory, start, end, mmap.PAGESIZE, MADV_POPULATE_WRITE)
 
 
 def release_pages(memory: Tensor) -> None:
