@@ -174,10 +174,7 @@ class Runner:
         if self._threads:
             self._threads.start_step()
         step = self._run(packed)
-        launched = self._finish(packed, step) if self._is_last else LaunchedStep.of_hidden_states(step.logits)
-        if self._threads:
-            self._threads.end_step()
-        return launched
+        return self._finish(packed, step) if self._is_last else LaunchedStep.of_hidden_states(step.logits)
 
     def _finish(self, packed: PackedBatch, step: ForwardOutput) -> LaunchedStep:
         """Enqueue sampling from the logits of a step, and the copy of the results to the host."""

@@ -1,26 +1,26 @@
 """The number of threads of the CPU kernels."""
 
 import resource
+import sys
 import threading
-from functools import partial
+import time
+from contextlib import ExitStack
 
 import pytest
 
 from paged_backend.execution import cpu_threads
-from paged_backend.execution.cpu_threads import CpuThreads, OtherLoad, count_threads
+from paged_backend.execution.cpu_threads import CpuThreads, count_threads
+from paged_backend.utils.machine import usable_cores
+from paged_bench._processes import ProcessGroup
+from paged_kernels.cpu import native
+from tests.support.in_process import running, tiny_assembly
 
 
 @pytest.fixture
 def cores(monkeypatch):
-    """Sets the number of cores that the process may use: of its affinity, or of a quota. Other processes are idle."""
+    """Sets the number of cores that the process may use."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(cpu_threads.OtherLoad, "measure", lambda _: 0.0)
-
-    def limit(count, affinity=None):
-        monkeypatch.setattr(cpu_threads, "usable_cores", lambda: count)
-        monkeypatch.setattr(cpu_threads.os, "sched_getaffinity", lambda _: set(range(affinity or count)))
-
-    return limit
+    return lambda count: monkeypatch.setattr(cpu_threads, "usable_cores", lambda: count)
 
 
 @pytest.fixture
@@ -43,25 +43,6 @@ def test_threads_follow_cores_processes_and_environment(cores, monkeypatch, usab
     assert count_threads(processes) == expected
 
 
-@pytest.mark.parametrize(
-    ("usable", "affinity", "taken", "expected"),
-    [
-        (2, 2, 0.3, 2),
-        (2, 2, 1.4, 2),
-        (2, 2, 1.5, 1),
-        (8, 8, 2.5, 6),
-        (2, 2, 1.7, 1),
-        (2, 2, 2.0, 1),
-        (8, 8, 3.6, 5),
-        (4, 64, 30.0, 4),
-        (4, 64, 62.0, 3),
-    ],
-)
-def test_threads_leave_all_but_one_core_to_busy_processes(cores, usable, affinity, taken, expected):
-    cores(usable, affinity)
-    assert count_threads(taken=taken) == expected
-
-
 @pytest.mark.parametrize("value", ["x", "0", "-1", "1.5", ",2", "\N{SUPERSCRIPT TWO}"])
 def test_an_invalid_omp_num_threads_is_rejected(cores, monkeypatch, value):
     cores(2)
@@ -70,53 +51,8 @@ def test_an_invalid_omp_num_threads_is_rejected(cores, monkeypatch, value):
         count_threads()
 
 
-@pytest.fixture
-def counters(monkeypatch):
-    """Sets what OtherLoad reads, one after the other: the time, seconds of all processes and of this one."""
-
-    def follow(*readings):
-        values = iter(readings)
-        now = []
-
-        def read():
-            now[:] = next(values)
-            return now[0]
-
-        monkeypatch.setattr(cpu_threads.os, "sched_getaffinity", lambda _: {0, 1})
-        monkeypatch.setattr(cpu_threads.os, "nice", lambda _: 0)
-        monkeypatch.setattr(cpu_threads, "busy_seconds", lambda cores, include_nice: read() and now[1])
-        monkeypatch.setattr(cpu_threads.time, "monotonic", lambda: now[0])
-        monkeypatch.setattr(cpu_threads.time, "process_time", lambda: now[2])
-
-    return follow
-
-
-def test_load_is_that_of_other_processes_since_the_last_call(counters):
-    counters((10.0, 50.0, 3.0), (12.0, 53.0, 4.0), (12.0, 53.0, 4.0), (16.0, 54.0, 6.0))
-    load = OtherLoad()
-    assert [load.measure() for _ in range(3)] == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(("name", "value"), [("sched_getaffinity", {1}), ("nice", 5)])
-def test_load_is_zero_after_a_change_of_what_counts(counters, monkeypatch, name, value):
-    counters((10.0, 50.0, 3.0), (12.0, 90.0, 4.0), (14.0, 93.0, 5.0))
-    load = OtherLoad()
-    monkeypatch.setattr(cpu_threads.os, name, lambda _: value)
-    assert [load.measure() for _ in range(2)] == [0.0, 1.0]
-
-
-def test_load_is_zero_where_the_system_does_not_tell(monkeypatch):
-    def fail(*_, **__):
-        raise OSError("no /proc/stat")
-
-    monkeypatch.setattr(cpu_threads, "busy_seconds", fail)
-    load = OtherLoad()
-    assert load.measure() == 0.0
-
-
 def test_threads_follow_limits_that_change(cores, calls, monkeypatch):
     monkeypatch.setattr(cpu_threads, "INTERVAL", 0.0)
-    monkeypatch.setattr(cpu_threads, "FIRST_INTERVAL", 0.0)
     threads = CpuThreads(1, is_native=False)
     for usable in (4, 1, 2):
         cores(usable)
@@ -124,39 +60,20 @@ def test_threads_follow_limits_that_change(cores, calls, monkeypatch):
     assert calls == [4, 1, 2]
 
 
-def run_steps(threads, monkeypatch, *steps):
-    """Run steps that start and end at these times."""
-    for start, end in steps:
-        monkeypatch.setattr(cpu_threads.time, "monotonic", partial(float, start))
-        threads.start_step()
-        monkeypatch.setattr(cpu_threads.time, "monotonic", partial(float, end))
-        threads.end_step()
-
-
-def test_load_during_a_pause_does_not_count(cores, calls, monkeypatch):
-    loads = iter([2.0, 2.0, 0.0, 2.0, 2.0])
-    threads = CpuThreads(1, is_native=False)
-    cores(2)
-    monkeypatch.setattr(OtherLoad, "measure", lambda _: next(loads))
-    steps = [
-        (100.0, 100.04),
-        (100.05, 100.1),
-        (100.2, 100.8),
-        (100.9, 101.2),
-        (101.3, 101.4),
-        (110.0, 110.1),
-        (110.2, 111),
-    ]
-    run_steps(threads, monkeypatch, *steps)
-    assert calls == [2, 1, 2, 2, 1]
-
-
-def test_load_during_long_steps_counts(cores, calls, monkeypatch):
-    cores(2)
-    threads = CpuThreads(1, is_native=False)
-    monkeypatch.setattr(OtherLoad, "measure", lambda _: 2.0)
-    run_steps(threads, monkeypatch, (100.0, 105.0), (105.1, 112.0), (113.5, 114.0))
-    assert calls == [2, 1, 2]
+@pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
+def test_an_engine_beside_busy_processes_keeps_its_threads(tiny, monkeypatch):
+    """A thread that shares its core with another process still gets a share of it, and no thread waits for it."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = set()
+    with ExitStack() as stack:
+        engine = stack.enter_context(running(tiny_assembly(tiny[0], device="cpu")))
+        for _ in range(usable_cores()):
+            stack.callback(ProcessGroup([sys.executable, "-c", "while True: pass"]).end)
+        end = time.monotonic() + 2.5 * cpu_threads.INTERVAL
+        while time.monotonic() < end:
+            engine.generate([[1, 2, 3]], max_tokens=4)
+            found.add(native.threads())
+    assert found == {usable_cores()}
 
 
 def test_limits_are_read_once_an_interval(cores, calls, monkeypatch):
