@@ -22,13 +22,14 @@ ROWS = [
     64,
     65,
     130,
+    270,
 ]  # one panel of each height, several panels, more rows than a thread processes at a time
 NEAR = {
     torch.float32: dict(rtol=1e-5, atol=1e-4),
     torch.float16: dict(rtol=1e-3, atol=1e-4),
     torch.bfloat16: dict(rtol=8e-3, atol=1e-4),
 }
-SHAPES = [(1, 1), (16, 2), (5, 33), (17, 16), (70, 48), (80, 47), (129, 576)]  # [out_features, in_features]
+SHAPES = [(1, 1), (16, 2), (5, 33), (17, 16), (70, 48), (80, 47), (129, 576), (33, 700)]  # [out_features, in_features]
 
 
 @pytest.mark.parametrize(("level", "shape", "dtype"), pairwise(native.levels(), SHAPES, DTYPES), ids=str)
@@ -141,7 +142,7 @@ def test_row_result_does_not_depend_on_other_rows(level, case, dtype):
     torch.manual_seed(0)
     packed = make_quantized(200, 96, *quantized)[0] if quantized else pack_linear(torch.randn(200, 96).to(dtype))
     packed = packed._replace(int8_rows=int8_rows)
-    x = torch.randn(130, 96).to(dtype)
+    x = torch.randn(max(ROWS), 96).to(dtype)
     together = linear(x, packed, level=level)
     for rows in ROWS:
         assert torch.equal(linear(x[:rows], packed, level=level), together[:rows])

@@ -15,7 +15,6 @@ inline constexpr int part_keys = 512, span_keys = 4096;  // keys of a part, and 
 inline constexpr int max_head_dim = 576;
 inline constexpr int packed_block = 32, packed_group = 32;  // tokens of a packed block, and channels of a value that share a scale
 inline constexpr int linear_group = 16;  // outputs of a weight that are stored together
-inline constexpr int linear_rows = 64;  // rows of x that a thread processes at a time: in panels, they fit its cache
 
 struct Rows {  // packed rows [num_tokens, heads, head_dim], head_dim dense; strides in elements
   const void* data;
@@ -199,8 +198,10 @@ struct Level {
   void (*norm)(const Norm&, int64_t begin, int64_t end);
   void (*swiglu)(const SwiGlu&, int64_t begin, int64_t end);
   void (*best)(const Best&, int64_t begin, int64_t end);
+  // The number of rows of x that a thread processes at a time: in panels, they fit its cache.
+  int64_t (*block_rows)(const Linear&);
   size_t (*panel_bytes)(const Linear&, int64_t rows);
-  // Packs the rows [begin, end), at most linear_rows, for multiply.
+  // Packs the rows [begin, end), at most block_rows, for multiply.
   void (*pack_rows)(const Linear&, int64_t begin, int64_t end, void* panels);
   // Multiplies these rows by the groups [group, last), without swiglu. to: [rows, stride] for these rows and outputs.
   // groups_ahead: the distance from `group` to the group that this thread probably multiplies next; 0: none.

@@ -4,7 +4,7 @@
 namespace paged {
 namespace {
 
-constexpr Level level = {scratch_bytes, attend, write_attended, merge, write, pack, rotate, norm, swiglu, best, panel_bytes, pack_rows, multiply};
+constexpr Level level = {scratch_bytes, attend, write_attended, merge, write, pack, rotate, norm, swiglu, best, block_rows, panel_bytes, pack_rows, multiply};
 
 }  // namespace
 }  // namespace paged

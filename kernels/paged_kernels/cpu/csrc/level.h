@@ -15,6 +15,7 @@ void rotate(const Rotation&, int64_t begin, int64_t end);
 void norm(const Norm&, int64_t begin, int64_t end);
 void swiglu(const SwiGlu&, int64_t begin, int64_t end);
 void best(const Best&, int64_t begin, int64_t end);
+int64_t block_rows(const Linear&);
 size_t panel_bytes(const Linear&, int64_t rows);
 void pack_rows(const Linear&, int64_t begin, int64_t end, void* panels);
 void multiply(const Linear&, int64_t begin, int64_t end, const void* panels, int64_t group, int64_t last, int64_t groups_ahead, void* to, int64_t stride);

@@ -244,6 +244,8 @@ INLINE void pack_panel(const Linear& call, int64_t begin, int rows, float* panel
 
 }  // namespace
 
+int64_t block_rows(const Linear& call) { return uses_tiles(call) ? tile_block_rows(call) : 64; }
+
 size_t panel_bytes(const Linear& call, int64_t rows) {
   return panels_only(call, rows) + (call.norm ? panel_rows(call, rows) * call.in_features * bytes(call.type) : 0);
 }
@@ -260,7 +262,7 @@ void pack_rows(const Linear& call, int64_t begin, int64_t end, void* panels) {
 
 void multiply(const Linear& call, int64_t begin, int64_t end, const void* panels, int64_t group, int64_t last, int64_t groups_ahead, void* to, int64_t stride) {
 #if PAGED_HAS_TILES
-  if (uses_tiles(call)) return multiply_in_tiles(call, begin, end, (const char*)panels, group, last, to, stride);
+  if (uses_tiles(call)) return multiply_in_tiles(call, begin, end, (const char*)panels, group, last, groups_ahead, to, stride);
 #endif
   const int height = panel_rows(call, end - begin);
   const int64_t first_output = group * linear_group;

@@ -182,6 +182,7 @@ void tile_load(int t, const void* from, int64_t stride) {
   if (!configured) __builtin_trap();
   for (int r = 0; r < tile_rows[t]; r++) __builtin_memcpy(tiles[t].units[r], (const char*)from + r * stride, 64);
 }
+void tile_stream(int t, const void* from, int64_t stride) { tile_load(t, from, stride); }
 void tile_store(int t, void* to, int64_t stride) {
   for (int r = 0; r < tile_rows[t]; r++) __builtin_memcpy((char*)to + r * stride, tiles[t].units[r], 64);
 }
@@ -200,6 +201,8 @@ void tile_dot(int c, int a, int b) {
 #define tile_zero(t) _tile_zero(t)
 // GCC does not take a load of a tile for an access to memory: the empty statement completes stores before it.
 #define tile_load(t, from, stride) (__extension__({ asm volatile("" ::: "memory"); _tile_loadd(t, from, stride); }))
+// A load that leaves the L1 cache to others.
+#define tile_stream(t, from, stride) (__extension__({ asm volatile("" ::: "memory"); _tile_stream_loadd(t, from, stride); }))
 #define tile_store(t, to, stride) _tile_stored(t, to, stride)
 #define tile_dot(c, a, b) _tile_dpbf16ps(c, a, b)
 #endif
