@@ -1,11 +1,12 @@
-"""Linear layers on a CPU: packed copies of weights, selected by measurement, and quantized weights.
+"""Linear layers on a CPU: packed copies of weights, and quantized weights.
 
     plain     F.linear over the weight itself
     onednn    a copy in oneDNN's layout, into which F.linear would convert the weight at each call
     groups    this project's kernel over groups of outputs, which sums in float32
 
-Where `groups` is not the fastest method for every number of rows, the methods are measured once per process for each
-weight shape. The fastest copy is kept, and the weight itself is freed if the copy is faster for every number of rows.
+Without the C++ kernels, and for types that they do not support, the other methods are measured once per process for
+each weight shape. The fastest copy is kept, and the weight itself is freed if the copy is faster for every number of
+rows.
 
 With the `quantization` option, quantized weights take the place of the weights instead.
 """
@@ -166,9 +167,8 @@ def choose(times: tuple[Mapping[str, float], ...]) -> tuple[str, tuple[bool, ...
 
 
 def groups_are_fastest(dtype: torch.dtype) -> bool:
-    """Return whether the kernel over groups is the fastest method for any number of rows. False only for unsupported
-    types, and for bfloat16 on a CPU with AMX, where oneDNN can be faster with many rows."""
-    return GroupedCopy.supports(dtype) and not (dtype == torch.bfloat16 and native.level() == "amx")
+    """Return whether weights of a type are packed for the kernel over groups without a measurement."""
+    return GroupedCopy.supports(dtype)
 
 
 class Ranks:

@@ -67,6 +67,13 @@ def test_supported_methods_are_measured_once():
     assert "onednn" not in linear.measure((64, 64), torch.float16, 1)[0]
 
 
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_weights_are_packed_for_the_kernels_without_a_measurement(dtype, monkeypatch):
+    monkeypatch.delattr(linear, "measure")
+    assert isinstance(linear.WeightPacker()(torch.ones(256, 256, dtype=dtype)), linear.GroupedCopy)
+
+
 @pytest.fixture
 def fast_copies(monkeypatch):
     """Simulate a machine on which packed copies are faster for up to 15 rows, even in tiny models."""
