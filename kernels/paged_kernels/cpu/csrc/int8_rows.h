@@ -17,6 +17,7 @@ namespace paged {
 namespace {
 
 constexpr int max_segment = 32;
+constexpr int rows_at_once = has_byte_dot ? 16 : 2;  // that the loop over rows is unrolled by
 
 INLINE int64_t segment_inputs(const Linear& call) {
   const int64_t size = call.block_inputs;
@@ -94,41 +95,45 @@ INLINE void round_panel(const Linear& call, const void* x, int64_t stride, int r
     }
 }
 
-// Adds the products of some steps of inputs, of ROWS rows and V vectors of weights.
+// Adds the products of a step of inputs, of ROWS rows and V vectors of weights. With an instruction for dot products of bytes,
+// the sums of all rows stay in registers. Without it, several operands do, and are multiplied by one row after the other.
 template <class Weights, int ROWS, int V>
-INLINE void add_int8_steps(const char* weights, int64_t group_bytes, const uint32_t* units, int64_t steps, int64_t ahead, vi (&sums)[V][ROWS]) {
+INLINE void add_int8_step(const char* weights, int64_t group_bytes, const uint32_t* units, int64_t ahead, vi (&sums)[V][ROWS]) {
   using Sum = ByteSum<Weights::largest>;
-  for (int64_t step = 0; step < steps; step++, weights += Weights::bytes, units += Weights::operands * ROWS) {
-    Weights loaded[V];
+  constexpr int held = min_int(Sum::held, Weights::operands), run = min_int(Sum::run, held), held_vectors = has_byte_dot ? V : 1;
+  static_assert(Weights::operands % held == 0 && held % run == 0);
+  Weights loaded[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; v++) loaded[v].read(weights + v / vectors * group_bytes + v % vectors * Weights::vector_bytes);
+  for (int v = 0; v < V; v++) loaded[v].read(weights + v / vectors * group_bytes + v % vectors * Weights::vector_bytes);
 #pragma GCC unroll 8
-    for (int v = 0; v < V; v += vectors)
+  for (int v = 0; v < V; v += vectors)
 #pragma GCC unroll 8
-      for (int byte = 0; byte < Weights::bytes; byte += 64) __builtin_prefetch(weights + v / vectors * group_bytes + ahead + byte);
+    for (int byte = 0; byte < Weights::bytes; byte += 64) __builtin_prefetch(weights + v / vectors * group_bytes + ahead + byte);
 #pragma GCC unroll 8
-    for (int first = 0; first < Weights::operands; first += Sum::run) {
-      Sum partial[V][ROWS];
+  for (int first_vector = 0; first_vector < V; first_vector += held_vectors)
 #pragma GCC unroll 8
-      for (int v = 0; v < V; v++)
-#pragma GCC unroll 16
-        for (int row = 0; row < ROWS; row++) partial[v][row].start(sums[v][row]);
+    for (int first = 0; first < Weights::operands; first += held) {
+      vu operands[held_vectors][held];
 #pragma GCC unroll 8
-      for (int i = first; i < min_int(first + Sum::run, Weights::operands); i++) {
-        vu operand[V];
+      for (int v = 0; v < held_vectors; v++)
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) operand[v] = loaded[v].operand(i);
-#pragma GCC unroll 16
-        for (int row = 0; row < ROWS; row++)
+        for (int i = 0; i < held; i++) operands[v][i] = loaded[first_vector + v].operand(first + i);
+#pragma GCC unroll rows_at_once
+      for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8
-          for (int v = 0; v < V; v++) partial[v][row].add(operand[v], vu{} + units[i * ROWS + row]);
-      }
+        for (int v = 0; v < held_vectors; v++) {
+          vi total = sums[first_vector + v][row];
 #pragma GCC unroll 8
-      for (int v = 0; v < V; v++)
-#pragma GCC unroll 16
-        for (int row = 0; row < ROWS; row++) sums[v][row] = partial[v][row].total();
+          for (int i = 0; i < held; i += run) {
+            Sum sum;
+            sum.start(total);
+#pragma GCC unroll 8
+            for (int j = i; j < i + run; j++) sum.add(operands[v][j], vu{} + units[(first + j) * ROWS + row]);
+            total = sum.total();
+          }
+          sums[first_vector + v][row] = total;
+        }
     }
-  }
 }
 
 template <class Weights, int ROWS, int GROUPS>
@@ -162,7 +167,8 @@ void multiply_int8_tile(const Linear& call, const Panel& panel, int64_t group) {
       const int64_t first = segment * segment_steps, number = steps - first < segment_steps ? steps - first : segment_steps;
       const int64_t from = (block + 1) * header + first * Weights::bytes;
       const int64_t ahead = panel.ahead ? panel.ahead : tile_ahead(bytes_ahead / GROUPS, from, group_bytes, GROUPS);
-      add_int8_steps<Weights, ROWS, V>(weights + from, group_bytes, units + first * Weights::operands * ROWS, number, ahead, products);
+      for (int64_t step = 0; step < number; step++)
+        add_int8_step<Weights, ROWS, V>(weights + from + step * Weights::bytes, group_bytes, units + (first + step) * Weights::operands * ROWS, ahead, products);
 #pragma GCC unroll 16
       for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8

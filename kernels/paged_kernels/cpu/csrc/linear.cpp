@@ -14,6 +14,7 @@ namespace paged {
 namespace {
 
 constexpr int max_panel_rows = W == 16 ? 12 : W == 8 ? 6 : 3;
+constexpr int max_int8_rows = W == 16 ? 12 : 8;  // their sums need no registers
 // Up to this many rows are a single panel, if the weight is not quantized: weights are loaded from memory while it is
 // multiplied, but not during the passes over further panels.
 constexpr int max_single_panel = W == 16 ? 24 : max_panel_rows;
@@ -23,7 +24,7 @@ constexpr int smaller_panel(int rows) {
   return rows > 16 ? 16 : rows > 12 ? 12 : rows > 8 ? 8 : rows > 6 ? 6 : rows > 4 ? 4 : rows - 1;
 }
 
-constexpr int panel_height(int rows, int height = max_single_panel) {
+constexpr int panel_height(int rows, int height = max_int(max_single_panel, max_int8_rows)) {
   return height > 1 && rows <= smaller_panel(height) ? panel_height(rows, smaller_panel(height)) : height;
 }
 
@@ -154,7 +155,7 @@ INLINE void multiply_tile(const Linear& call, const Panel& panel, int64_t group)
   else multiply_float_tile<Weights, ROWS, GROUPS>(call, panel, group);
 }
 
-template <class Weights, int ROWS = Weights::is_quantized ? max_panel_rows : max_single_panel>
+template <class Weights, int ROWS = Weights::is_int8 ? max_int8_rows : Weights::is_quantized ? max_panel_rows : max_single_panel>
 INLINE void multiply_panel(const Linear& call, const Panel& panel, int64_t group, int64_t last) {
   if (panel.height == ROWS) {
     constexpr int GROUPS = groups_of_tile<Weights>(ROWS);
@@ -186,7 +187,9 @@ INLINE void multiply_int8(const Linear& call, const Panel& panel, int64_t group,
     case Format::int5: return multiply_panel<PlaneCodes<5>>(call, panel, group, last);
     case Format::int6: return multiply_panel<PlaneCodes<6>>(call, panel, group, last);
     case Format::fp4: return multiply_panel<FourBitCodes<Format::fp4>>(call, panel, group, last);
-    default: return multiply_panel<Int8Codes>(call, panel, group, last);
+    default:
+      if (segment_inputs(call) >= 16 && call.in_features % 16 == 0) return multiply_panel<Int8Codes<4>>(call, panel, group, last);
+      return multiply_panel<Int8Codes<>>(call, panel, group, last);
   }
 }
 
@@ -212,6 +215,7 @@ INLINE int64_t panel_units(const Linear& call) {
 // The rows of a panel, if it is not the last of this many rows.
 INLINE int panel_rows(const Linear& call, int64_t rows) {
   if (uses_tiles(call)) return rows_of_tile;
+  if (call.int8_rows) return max_int8_rows;
   return call.format == Format::plain && rows <= max_single_panel ? max_single_panel : max_panel_rows;
 }
 

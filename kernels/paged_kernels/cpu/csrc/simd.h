@@ -362,16 +362,18 @@ INLINE vu with_signs(vu a, vu signs) { return (vu)_mm256_sign_epi8((__m256i)a, (
 #endif
 
 // Sums of products of 4 bytes in each lane: unsigned bytes up to LARGEST, or signed ones, by signed bytes from -127 on.
-// Without an instruction for it, pairs of products are summed in 16 bits, up to `run` of them before they are added.
+// Without an instruction for it, pairs of products are summed in 16 bits, up to `run` of them before they are added. `held`
+// operands a, with what is derived from them, fit in registers.
 template <int LARGEST>
 struct ByteSum {
 #if defined(__AVX512VNNI__)
-  static constexpr int run = 8;
+  static constexpr int run = 1, held = 1;
   INLINE void add(vu a, vu b) { sum = (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b); }
   INLINE vi total() const { return sum; }
   INLINE void start(vi first) { sum = first; }
   vi sum;
 #elif defined(__AVX2__)
+  static constexpr int held = LARGEST == signed_bytes ? 4 : 8;
   static constexpr int run = LARGEST == signed_bytes ? 1 : min_int(8, 32767 / (2 * 127 * max_int(1, LARGEST)));
   INLINE void add(vu a, vu b) {
     if constexpr (LARGEST == signed_bytes) pairs = add_halves(pairs, add_byte_pairs(magnitudes(a), with_signs(b, a)));
@@ -382,7 +384,7 @@ struct ByteSum {
   vi first;
   vu pairs;
 #else
-  static constexpr int run = 8;
+  static constexpr int run = 8, held = 8;
   INLINE void add(vu a, vu b) {
     for (uint32_t i = 0; i < 4; i++) {
       const vu byte = a << (24 - 8 * i);

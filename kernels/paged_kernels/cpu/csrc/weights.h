@@ -150,15 +150,19 @@ struct Planes {
 };
 
 // The codes as bytes that dot_bytes multiplies: factor * code + zero, at most `largest`; or signed ones.
+template <int STEPS = 1>
 struct Int8Codes {
   static constexpr bool is_quantized = true, is_int8 = true;
-  static constexpr int inputs = 4, operands = 1, bytes = inputs * linear_group, vector_bytes = W * 4;
+  static constexpr int inputs = 4 * STEPS, operands = STEPS, bytes = inputs * linear_group, vector_bytes = W * 4;
   static constexpr int largest = has_byte_dot ? 255 : signed_bytes;
 
-  INLINE void read(const char* step) { words = has_byte_dot ? load<vu>(step) ^ 0x80808080u : load<vu>(step); }
-  INLINE vu operand(int) const { return words; }
+  INLINE void read(const char* from) { step = from; }
+  INLINE vu operand(int i) const {
+    const vu codes = load<vu>(step + i * 64);
+    return has_byte_dot ? codes ^ 0x80808080u : codes;
+  }
 
-  vu words;
+  const char* step;
 };
 
 template <Format F, int STEPS = 1>  // int4 or fp4; STEPS: number of steps that are summed together
