@@ -44,7 +44,7 @@ LEVELS = {
         "avx512_bf16": f"{_AVX512} -mavx512vnni -mavx512bf16",
         "avx512_vnni": f"{_AVX512} -mavx512vnni",
         "avx512": _AVX512,
-        "avx2": _AVX2,
+        "avx2": f"{_AVX2} -mtune=haswell",  # the sums of a tile do not fit in registers with GCC's generic tuning
     }
 }.get(platform.machine(), {}) | {"plain": "", "amx_emulated": "-DPAGED_EMULATE_AMX=1 -Og"}
 # Levels with tile instructions, which add in another order: the level that adds as they do without them.
@@ -73,7 +73,8 @@ def supported() -> tuple[str, ...]:
             break
 
     def has(level: str) -> bool:
-        needed = {flag[2:].replace("-", "") for flag in LEVELS[level].split() if flag.startswith("-m")}
+        options = [option for option in LEVELS[level].split() if option.startswith("-m") and "=" not in option]
+        needed = {option[2:].replace("-", "") for option in options}  # instructions
         return needed <= flags and ("amxtile" not in needed or _may_use_tiles())
 
     return tuple(filter(has, LEVELS))

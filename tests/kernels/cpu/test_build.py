@@ -68,6 +68,12 @@ def test_best_level_that_the_compiler_knows_is_compiled(compiler, capsys):
     assert "-mavx2" not in again and "binding.cpp" not in again, "compiled again"
 
 
+def test_a_level_needs_the_instructions_of_its_options_only():
+    cpuinfo = Path("/proc/cpuinfo")
+    found = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    assert ("avx2" in build.supported()) == ("avx2" in build.LEVELS and {"avx2", "fma", "f16c"} <= found)
+
+
 def test_levels_are_compiled_by_name_and_all_of_them(compiler, capsys):
     compiler()
     assert build.main(["plain"]) == 0
