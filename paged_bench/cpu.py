@@ -16,12 +16,10 @@ from itertools import pairwise, product
 from typing import Any
 
 import torch
-from torch import nn
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.assembly import Assembly, assemble
-from paged_backend.kv.cache import bytes_per_token
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.utils.machine import usable_cores
 from paged_bench._engine import (
@@ -52,6 +50,15 @@ from paged_bench._harness import (
     spread,
 )
 from paged_bench._levels import is_limit, level_option, limit
+from paged_bench._limits import (
+    Machine,
+    cpu_limits,
+    multiply_shares,
+    prompt_flops,
+    read_shares,
+    share_panel,
+    step_bytes,
+)
 from paged_bench._peers import (
     FASTEST_4_BIT,
     LlamaCpp,
@@ -66,7 +73,6 @@ from paged_bench._peers import (
 from paged_bench._processes import ProcessGroup
 from paged_bench._servers import text_workload
 from paged_bench._step_profile import decode_step
-from paged_bench.kernels import measure_machine
 from paged_bench.server import compare as compare_served
 from paged_client.serving.tritonserver import TritonServer
 
@@ -510,34 +516,31 @@ def p99_between_tokens(runs: Sequence[Run]) -> float:
 # --- our engine alone -------------------------------------------------------------------------------------------------
 
 
-def profile(assembly: Assembly, jobs: Sequence[Job], vocab_size: int, quick: bool) -> Iterator[Record]:
-    """Measure the parts of our decode step, and how long its memory reads take at the bandwidth of this machine."""
+def profile(assembly: Assembly, jobs: Sequence[Job], vocab_size: int, on: Machine | None) -> Iterator[Record]:
+    """Measure the parts of our decode step. Yield how long its memory reads take at the bandwidth of this machine."""
     try:
         parts = decode_step(lambda: run_paged(assembly, permute_tokens(-2, jobs, vocab_size)), len(jobs))
     except ValueError as error:
         yield not_measured(f"{DECODE}: parts", str(error))
     else:
         yield from (Record(f"{DECODE}: {part}", 1e3 * seconds, "ms") for part, seconds in parts.items())
-    bandwidth = measure_machine(assembly.device, assembly.loaded.spec.dtype, quick).read
-    yield Record("read-only stream", bandwidth / 1e9, "GB/s")
+    if on is None:
+        return
     for name, nbytes in step_bytes(assembly, jobs).items():
-        yield Record(f"{DECODE}: least for {name}", 1e3 * nbytes / bandwidth, "ms", peers={"MB": nbytes / 1e6})
+        yield Record(f"{DECODE}: least for {name}", 1e3 * nbytes / on.read, "ms", peers={"MB": nbytes / 1e6})
 
 
-def step_bytes(assembly: Assembly, jobs: Sequence[Job]) -> dict[str, int]:
-    """Return the bytes that a decode step in the middle of the outputs reads.
-
-    The input embedding does not count: a step reads only one row for each token.
-    """
-    model, spec = assembly.loaded.model, assembly.loaded.spec
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    excluded = {id(module.weight) for module in (*linears, model.get_input_embeddings())}
-    # The engine may hold the weight of a linear layer in another layout, so its size is computed from its shape.
-    weights = sum(module.in_features * module.out_features for module in linears) * spec.dtype.itemsize
-    weights += sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in excluded)
-    tokens = sum(len(job.prompt) + job.output // 2 for job in jobs)
-    kv_bytes = tokens * bytes_per_token(assembly.loaded.layers, spec.kv_dtype)
-    return {"weights": weights, "keys and values": kv_bytes}
+def shares(scenario: Scenario, measured: Record, assembly: Assembly, on: Machine | None) -> Iterator[Record]:
+    """Yield the share of the machine's limit in decode steps, or during prompts. measured: the scenario's figures."""
+    figures = {OURS: measured.value, **measured.peers} if measured.value else {}
+    jobs, dtype = scenario.jobs, assembly.loaded.spec.dtype
+    if scenario.figure is step_ms and figures:
+        nbytes = sum(step_bytes(assembly, jobs).values())
+        yield read_shares(scenario.name, {who: 1e3 * nbytes / step for who, step in figures.items()}, on)
+    elif scenario.figure is prompt_rate and figures:
+        length = len(jobs[0].prompt)
+        flops = prompt_flops(assembly, length) / length
+        yield multiply_shares(scenario.name, {who: rate * flops for who, rate in figures.items()}, dtype, on)
 
 
 def through_server(options: Mapping[str, Any], rounds: int) -> Iterator[Record]:
@@ -571,6 +574,8 @@ def load_seconds(model: str, rounds: int) -> Iterator[Record]:
 
 def compare(args: Namespace, options: Mapping[str, Any], plan: TimePlan) -> Iterator[Record]:
     """Measure all scenarios, then profile our decode step once the other engines have ended."""
+    machine, limits = cpu_limits(args.threads)
+    yield from limits
     config = EngineConfig.from_options(options)
     assembly = assemble(config)
     settings = ("block_size", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs")
@@ -598,12 +603,15 @@ def compare(args: Namespace, options: Mapping[str, Any], plan: TimePlan) -> Iter
         for scenario, part in zip(selected, parts, strict=False):
             kept, seconds = share(part)
             kept.available[OURS] = partial(run_paged, steady if scenario.figure is step_ms else assembly)
-            yield from run_scenario(scenario, kept, vocab_size, args.rounds, args.dtype == "float32", seconds)
+            for record in run_scenario(scenario, kept, vocab_size, args.rounds, args.dtype == "float32", seconds):
+                yield record
+                if record.name == scenario.name:
+                    yield from shares(scenario, record, assembly, machine)
         for part in parts[len(selected) :]:
             kept, seconds = share(part)
             yield from run_busy(kept, part[0], part[1], vocab_size, args.rounds, seconds)
     (jobs,) = (scenario.jobs for scenario in selected if scenario.name == DECODE)
-    yield from profile(steady, jobs, vocab_size, args.quick)
+    yield from profile(steady, jobs, vocab_size, machine)
     assembly.close()
 
 
@@ -651,7 +659,7 @@ def target_report(records: Sequence[Record]) -> Iterator[str]:
 
 
 def panels(records: Sequence[Record]) -> Iterator[Bars]:
-    """Yield the parts of a decode step beside its lower bound, and the share of each target."""
+    """Yield the parts of a decode step beside its lower bound, and the shares of the limits and of the targets."""
     parts = {
         record.name.partition(": ")[2]: record.value or 0.0
         for record in records
@@ -659,6 +667,7 @@ def panels(records: Sequence[Record]) -> Iterator[Bars]:
     }
     bounds = [name for name in parts if name.startswith("least for ")]
     yield Bars(f"{DECODE}, ms; grey: bytes / bandwidth", parts, grey=bounds)
+    yield from share_panel(records)
     targets = {
         f"{record.name} ({'≤' if record.unit in LESS_IS_BETTER else '≥'} {record.target:g} {record.unit})": record
         for record in records

@@ -1,9 +1,9 @@
 """Speed of every kernel relative to the limits of the machine, and of attention relative to other implementations.
 
 Bytes and operations are the necessary ones: each key and value is read once, and nothing past the causal edge is
-computed. The limits are a read-only stream and a matrix product, measured in the same run. Block tables are shuffled,
-inputs rotate to keep them out of the caches, contestants run round-robin, and every output is compared with attention
-in fp32.
+computed. The limits are measured in the same run: on a GPU by reductions and a matrix product, on a CPU by loops that
+only read or multiply. Block tables are shuffled, inputs rotate to keep them out of the caches, contestants run
+round-robin, and every output is compared with attention in fp32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -31,42 +31,19 @@ from paged_bench._harness import (
     not_measured,
     rounds_option,
 )
-from paged_bench._timing import Call, cache_bytes, rotations, timer
+from paged_bench._limits import MULTIPLY, READ, Machine, cpu_limits, gpu_limits
+from paged_bench._timing import Call, rotations, timer
 from paged_kernels import ops
 from paged_kernels.layer_cache import BlockPair, LayerCache
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}  # above the rounding error
-READ_SHARE, PEAK_SHARE = 0.92, 0.60  # target shares of the stream and of the matrix product
-ONE_SHARE = 0.80  # target share of the stream for one long context
+READ_SHARE, PEAK_SHARE = 0.92, 0.60  # target shares of the limits
+ONE_SHARE = 0.80  # target share of the bandwidth for one long context
 ENOUGH_BYTES = 256 << 20  # shorter calls do not reach the memory's speed, and have no target
 SHAPE = LayerShape(8, 128)
 HEADS, HIDDEN, INNER, VOCAB = 32, 4096, 14336, 128256  # the sizes of Llama-3.1-8B, with SHAPE
 BLOCK = 16
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The measured limits of the device."""
-
-    device: torch.device
-    read: float  # bytes/s of a read-only stream
-    flops: float  # operations/s in the query's type
-
-
-def measure_machine(device: torch.device, dtype: torch.dtype, quick: bool) -> Machine:
-    """Measure the faster of two reductions over more memory than the caches hold, and a square matrix product."""
-    nbytes = max(4 * cache_bytes(device), (1 << 30) if device.type == "cuda" else (128 << 20)) >> (2 if quick else 0)
-    memory = torch.ones(nbytes // 4, device=device)
-    size = (8192 if device.type == "cuda" else 1024) >> (1 if quick else 0)
-    left, right = torch.randn(2, size, size, device=device, dtype=dtype).unbind()
-    calls: dict[str, Call] = {
-        "sum": lambda _: memory.sum(),
-        "largest": lambda _: memory.amax(),
-        "product": lambda _: left @ right,
-    }
-    best = alternate({name: timer(call, 1, device) for name, call in calls.items()}, 5, quiet=True).medians
-    return Machine(device, memory.nbytes / min(best["sum"], best["largest"]), 2 * size**3 / best["product"])
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -142,7 +119,7 @@ def _results(cell: Cell, on: Machine, contest: Contest[float], errors: Mapping[s
     """Yield the rate for the cell's kind, ratios of speed (above 1: ours is faster), and errors."""
     decode = cell.kind == "decode"
     work, unit = (cell.kv_bytes / 1e9, "GB/s") if decode else (cell.flops / 1e12, "TFLOP/s")
-    limit = on.read / 1e9 if decode else on.flops / 1e12
+    limit = on.read / 1e9 if decode else on.flops[cell.dtype] / 1e12
     share: float | None = READ_SHARE if decode else PEAK_SHARE
     if decode and cell.kv_bytes < ENOUGH_BYTES:
         share = ONE_SHARE if cell.batch == 1 and cell.context >= 32768 else None
@@ -281,7 +258,7 @@ def lines(on: Machine, dtype: torch.dtype, tokens: int, rounds: int) -> Iterator
         except RuntimeError as error:  # out of memory, or a kernel that cannot be captured in a CUDA graph
             yield not_measured(title, str(error).partition("\n")[0])
             continue
-        # Written bytes count like read ones, so a read-only stream may be faster.
+        # Written bytes count like read ones, so only reading may be faster.
         yield Record(title, nbytes / 1e9 / seconds, "GB/s", limit=on.read / 1e9)
 
 
@@ -296,9 +273,10 @@ def measure(args: Namespace) -> Iterator[Record]:
     if not cells:
         names = ", ".join(cell.name for cell in every)
         raise InvalidArgument(f"argument --only: {args.only!r}: matches none of {names}")
-    on = measure_machine(device, dtype, args.quick)
-    yield Record("read-only stream", on.read / 1e9, "GB/s")
-    yield Record("matrix product", on.flops / 1e12, "TFLOP/s")
+    on, limits = cpu_limits(torch.get_num_threads()) if device.type == "cpu" else gpu_limits(device, dtype, args.quick)
+    yield from limits
+    if on is None:
+        return
     times: dict[str, Mapping[str, float]] = {}
     for index, cell in enumerate(cells):
         print(f"{index + 1} of {len(cells)}: {cell.name}", file=sys.stderr, flush=True)
@@ -314,14 +292,14 @@ def measure(args: Namespace) -> Iterator[Record]:
 
 def panels(records: Sequence[Record]) -> Iterator[Bars]:
     """Yield the share of the machine's limit that each kernel reaches."""
-    for unit, title in (("GB/s", "the read-only stream"), ("TFLOP/s", "the matrix product")):
+    for unit, title in (("GB/s", READ), ("TFLOP/s", MULTIPLY)):
         shares = {
             record.name: 100 * (record.value or 0.0) / record.limit
             for record in records
             if record.unit == unit and record.limit and record.value is not None
         }
         if shares:
-            yield Bars(f"share of {title}, %", shares, line=100.0)
+            yield Bars(f"share of the {title}, %", shares, line=100.0)
 
 
 main = Benchmark(

@@ -58,6 +58,16 @@ from paged_bench._harness import (
     spread,
 )
 from paged_bench._levels import level_option, limit
+from paged_bench._limits import (
+    Machine,
+    cpu_limits,
+    factor_type,
+    multiply_shares,
+    prompt_flops,
+    read_shares,
+    share_panel,
+    step_bytes,
+)
 from paged_bench._peers import AS_PACKAGED, Child, LlamaCpp, demo_gguf, print_settings, quantized_gguf
 from paged_bench.kv_dtype import BLOCK_SIZE, accuracy, windows
 from paged_client.serving.repository import resolve_model
@@ -184,10 +194,10 @@ def _cpu_seconds(process: int) -> float:
 
 
 def speed(
-    models: Mapping[str, Assembly], peers: Mapping[str, Contestant], streams: int, rounds: int
+    models: Mapping[str, Assembly], peers: Mapping[str, Contestant], streams: int, rounds: int, on: Machine | None
 ) -> Iterator[Record]:
     """Measure the output tokens per second of streams, for one stream from its first token on, and compare the tokens
-    with llama.cpp's."""
+    with llama.cpp's. on: for the share of the memory bandwidth of one stream."""
     first = next(iter(models.values()))
     vocab_size, limit = first.loaded.spec.vocab_size, first.limits.max_model_len
     rng, output = random.Random(streams), min(OUTPUT, limit // 2)
@@ -218,6 +228,9 @@ def speed(
             yield contest.ratio(f"{label} {name}: times {PEER}", name, theirs, target)
             share = 100 * same_tokens(*([made.run for made in contest.runs[who]] for who in (name, theirs)))
             yield Record(f"{label} {name}: tokens as {PEER}", share, "% before the first difference", limit=100.0)
+    for name, model in models.items() if streams == 1 else ():
+        nbytes = sum(step_bytes(model, jobs).values())
+        yield read_shares(f"{label} {name}", {OURS: nbytes * contest.medians[name]}, on)
     if streams == 1 and "bfloat16" in models:
         for name in OVER_BFLOAT16.keys() & models.keys():
             yield contest.ratio(f"{label} {name}: times bfloat16", name, "bfloat16", OVER_BFLOAT16[name])
@@ -263,6 +276,8 @@ def compare(
     args: Namespace, formats: Sequence[str], llama_cpp: LlamaCpp | None, absent: str, scratch: Path
 ) -> Iterator[Record]:
     """Load the model in each format, and measure all of them. absent: why there is no llama.cpp."""
+    machine, limits = cpu_limits(args.threads)
+    yield from limits
     model = Path(resolve_model(args.model))
     blocks = max(STREAMS) * -(-(PROMPT + OUTPUT + BLOCK_SIZE) // BLOCK_SIZE)
     common = {
@@ -299,9 +314,13 @@ def compare(
     longest = models[REFERENCE].limits.max_model_len
     for rows in (rows for rows in ROWS[: 2 if args.quick else None] if rows <= longest):
         steps = {name: step(engine, rows) for name, engine in models.items()}
-        yield from alternate(steps, 3 if args.quick else 15).records(f"step of {rows} {{}}", "ms")
+        contest = alternate(steps, 3 if args.quick else 15)
+        yield from contest.records(f"step of {rows} {{}}", "ms")
+        for name, engine in models.items() if rows > 1 else ():
+            rates = {OURS: 1e3 * prompt_flops(engine, rows) / contest.medians[name]}
+            yield multiply_shares(f"step of {rows} {name}", rates, factor_type(engine), machine)
     for streams in STREAMS[: 2 if args.quick else None]:
-        yield from speed(models, peers, streams, args.rounds)
+        yield from speed(models, peers, streams, args.rounds, machine)
 
 
 def names(text: str) -> list[str]:
@@ -335,6 +354,7 @@ def panels(records: Sequence[Record]) -> Iterator[Bars]:
         if not shown:  # --quick, and records of older versions
             continue
         yield Bars(f"{streams}, tokens/s", shown, grey=[name for name in shown if PEER in name])
+    yield from share_panel(records)
 
 
 CORES = usable_cores()

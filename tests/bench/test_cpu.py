@@ -174,6 +174,8 @@ def test_cpu_benchmark(tiny, tmp_path, monkeypatch, capsys):
     assert records[f"{DECODE}: times {VLLM_NAME}"]["unit"] == "not measured: not among --peers (generate)"
     assert records[f"{DECODE}: same as {PADDED}"]["value"] == 100
     assert records[f"{DECODE}: times {PADDED}"]["target"] == 2.5
+    share = records[f"{DECODE}: share of the memory bandwidth"]
+    assert all(0 < figure < 120 for figure in (share["value"], share["peers"][PADDED]))
     parts = [
         records[f"{DECODE}: {part}"]["value"] for part in ("linears and activation", "attention", "rotate and write")
     ]

@@ -129,5 +129,5 @@ def test_kernels_benchmark(tmp_path, capsys):
     if not torch.cuda.is_available():
         (cell,) = (name for name in records if name.startswith("decode") and ":" not in name)
         assert records[f"{cell}: flex_attention, contiguous"]["unit"] == "not measured: no GPU"
-        assert records[cell]["limit"] == records["read-only stream"]["value"]
+        assert records[cell]["limit"] == records["memory bandwidth"]["value"]
     assert "gather + SDPA" in capsys.readouterr().out

@@ -92,6 +92,9 @@ def test_quantization_benchmark(tiny, tmp_path, monkeypatch):
         assert 0 < value["KL divergence bfloat16"] < value[f"KL divergence {name}"]
         assert value[f"1 stream {name}"] > 0 and value[f"8 streams {name}"] > 0
     assert value["same top token float32"] == 100
+    shares = [f"1 stream {name}: share of the memory bandwidth" for name in formats]
+    shares += [f"step of 16 {name}: share of the multiply rate" for name in formats]
+    assert all(0 < value[share] < 120 for share in shares)
     assert value["step of 16 int8"] > 0
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
@@ -99,13 +102,14 @@ def test_quantization_benchmark(tiny, tmp_path, monkeypatch):
 def test_streams_are_compared_with_llama_cpp(tiny):
     """A second contestant with the same outputs takes the place of llama.cpp."""
     run = partial(run_paged, assembly := tiny_assembly(tiny[0], enable_prefix_caching=False))
-    records = quantization.speed({"GGUF Q4_0": assembly}, {"GGUF Q4_0": run}, streams=1, rounds=2)
+    records = quantization.speed({"GGUF Q4_0": assembly}, {"GGUF Q4_0": run}, streams=1, rounds=2, on=None)
     found = {record.name: record for record in records}
     assert list(found) == [
         "1 stream: runs beside other processes",
         "1 stream GGUF Q4_0",
         "1 stream GGUF Q4_0: times llama.cpp",
         "1 stream GGUF Q4_0: tokens as llama.cpp",
+        "1 stream GGUF Q4_0: share of the memory bandwidth",
     ]
     assert found["1 stream GGUF Q4_0"].peers["llama.cpp"] > 0
     assert found["1 stream GGUF Q4_0: times llama.cpp"].target == 1.0

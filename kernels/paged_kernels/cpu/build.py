@@ -127,7 +127,7 @@ def build(names: Sequence[str], report: Report = lambda done, total: None) -> di
 
         def compiled(name: str, source: str, flags: Sequence[str]) -> str:
             target = f"{folder}/{name}-{source}.o"
-            _run([compiler, *FLAGS, *flags, "-c", str(SOURCES / source), "-o", target])
+            run_compiler([compiler, *FLAGS, *flags, "-c", str(SOURCES / source), "-o", target])
             with lock:
                 done[0] += 1
                 report(done[0], total)
@@ -138,7 +138,7 @@ def build(names: Sequence[str], report: Report = lambda done, total: None) -> di
             whole = f"{folder}/{name}.so"
             try:
                 objects = [job.result() for job in jobs[name]]
-                _run([compiler, "-shared", "-o", whole, *objects, *(_libraries() if name == COMMON else ())])
+                run_compiler([compiler, "-shared", "-o", whole, *objects, *(_libraries() if name == COMMON else ())])
                 os.replace(whole, targets[name])
             except BuildFailed as error:
                 failed[name] = error
@@ -193,7 +193,8 @@ def _libraries() -> list[str]:
     return [f"-L{_torch()}/lib", "-ltorch_cpu", "-pthread"]
 
 
-def _run(command: Sequence[str]) -> None:
+def run_compiler(command: Sequence[str]) -> None:
+    """Run a command. Raises BuildFailed with its first error."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
