@@ -498,9 +498,9 @@ class LlamaCpp:
 
     def quantize(self, source: Path, target: Path, kind: str) -> None:
         """Write a file with weights of another kind. Raises ChildError."""
-        child = _start_child(self._environment, "llama_cpp_child.py", {}, self._stack)
-        child.quantize(source=str(source), target=str(target), kind=kind, num_threads=self._threads)
-        child.close()
+        with ExitStack() as stack:
+            child = _start_child(self._environment, "llama_cpp_child.py", {}, stack)
+            child.quantize(source=str(source), target=str(target), kind=kind, num_threads=self._threads)
 
 
 def _start_child(

@@ -9,13 +9,15 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from paged_backend.api.config import EngineConfig
+from paged_bench import _peers
 from paged_bench._engine import OURS, Job
-from paged_bench._peers import CHILDREN, VLLM, Child, ChildError, padded, start_vllm
+from paged_bench._peers import CHILDREN, VLLM, Child, ChildError, LlamaCpp, padded, start_vllm
 from paged_bench.engine import compare
 from tests.support.in_process import TINY, tiny_assembly
 from tests.support.waiting import WAIT, until
@@ -74,6 +76,31 @@ def test_child_runs_jobs_and_returns_its_settings(fake, tmp_path):
     assert run.stamps == [[0, 1], [0], [0]]
     assert run.seconds > 0
     assert "a library that prints" in (tmp_path / "log").read_text()
+
+
+QUANTIZING_CHILD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {children!r})
+from protocol import serve
+
+def quantize(source, target, kind, num_threads):
+    Path(target).write_text(Path(source).read_text() + kind)
+    return {{}}
+
+serve({{"quantize": quantize}})
+"""
+
+
+def test_llama_cpp_quantizes_in_a_process_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "llama_cpp_child.py").write_text(QUANTIZING_CHILD.format(children=str(CHILDREN)))
+    environment = SimpleNamespace(python=sys.executable, directory=tmp_path, ensure=lambda: None)
+    monkeypatch.setattr(_peers, "llama_cpp", lambda level: environment)
+    monkeypatch.setattr(_peers, "CHILDREN", tmp_path)
+    (source := tmp_path / "source").write_text("weights in ")
+    with ExitStack() as stack:
+        LlamaCpp(1, stack).quantize(source, tmp_path / "target", "Q4_0")
+    assert (tmp_path / "target").read_text() == "weights in Q4_0"
 
 
 def test_child_errors_name_the_log(fake, tmp_path):
