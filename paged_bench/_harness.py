@@ -185,6 +185,24 @@ def alternate(
     return Contest(runs, values, failed)
 
 
+class TimePlan:
+    """Divides the remaining time of the command between its parts, in proportion to the time of one round of each."""
+
+    def __init__(self, minutes: float) -> None:
+        """Start the time of the command."""
+        self._end = time.monotonic() + 60 * minutes
+        self._parts: dict[str, float] = {}
+
+    def add(self, part: str, seconds: float) -> None:
+        """Add a part. seconds: about how long a round of it takes."""
+        self._parts[part] = seconds
+
+    def take(self, part: str) -> float:
+        """Return the seconds for a part, which comes next, and plan the others without it."""
+        total, own = sum(self._parts.values()), self._parts.pop(part)
+        return max(0.0, self._end - time.monotonic()) * (own / total if total else 1.0)
+
+
 # --- options -------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +282,11 @@ def model_option(default: str | None = "demo", help: str = "Hugging Face model d
 
 def rounds_option(default: int) -> Option:
     return Option("--rounds", "number of rounds", default)
+
+
+def minutes_option(how: str) -> Option:
+    """Return the option for `TimePlan`. how: how the benchmark keeps the time."""
+    return Option("--minutes", f"time of the command: {how} to keep it", 15.0)
 
 
 def _new_file(text: str) -> Path:

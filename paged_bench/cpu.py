@@ -41,8 +41,10 @@ from paged_bench._harness import (
     Contest,
     Option,
     Record,
+    TimePlan,
     alternate,
     first_line,
+    minutes_option,
     model_option,
     not_measured,
     percentile,
@@ -223,24 +225,6 @@ class Pace:
         """Return about how long the requests take: all tokens at the rate of a prompt, and the steps of the longest."""
         tokens = sum(len(job.prompt) + job.n * job.output for job in jobs)
         return tokens / self.prompt_rate + max(job.output for job in jobs) * self.step
-
-
-class TimePlan:
-    """Divides the remaining time of the command between its parts, in proportion to the time of one round of each."""
-
-    def __init__(self, minutes: float) -> None:
-        """Start the time of the command."""
-        self._end = time.monotonic() + 60 * minutes
-        self._parts: dict[str, float] = {}
-
-    def add(self, part: str, seconds: float) -> None:
-        """Add a part. seconds: about how long a round of it takes."""
-        self._parts[part] = seconds
-
-    def take(self, part: str) -> float:
-        """Return the seconds for a part, which comes next, and plan the others without it."""
-        total, own = sum(self._parts.values()), self._parts.pop(part)
-        return max(0.0, self._end - time.monotonic()) * (own / total if total else 1.0)
 
 
 @dataclass
@@ -704,7 +688,7 @@ main = Benchmark(
         Option("--rate", "rate of requests that arrive over time", 8.0),
         Option("--threads", "threads of each engine", CORES),
         level_option(),
-        Option("--minutes", "time of the command: rounds are reduced, and slow engines left out, to keep it", 15.0),
+        minutes_option("rounds are reduced, and slow engines left out,"),
         rounds_option(5),
     ),
     quick={"rounds": 1, "peers": ["generate"]},  # other peers take a minute to load

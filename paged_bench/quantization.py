@@ -9,6 +9,7 @@ the engine does in 16-bit data types.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
@@ -49,9 +50,11 @@ from paged_bench._harness import (
     InvalidArgument,
     Option,
     Record,
+    TimePlan,
     alternate,
     figures,
     first_line,
+    minutes_option,
     model_option,
     not_measured,
     rounds_option,
@@ -74,6 +77,8 @@ from paged_client.serving.repository import resolve_model
 
 ROWS = (1, 16, 256)  # tokens of the timed steps
 STREAMS = (1, 8, 32)  # sequences
+ACCURACY, STEPS = "accuracy", "steps"  # parts of the plan, beside streams
+PARTS = {ACCURACY: 2, STEPS: 1, "1 stream": 1, "8 streams": 2, "32 streams": 4}  # share of the time
 OVER_BFLOAT16 = {"int8": None, "int4": 2.2}  # targets of one stream, relative to bfloat16
 PROMPT, OUTPUT = 144, 64  # tokens of a stream
 PEER = "llama.cpp"
@@ -194,10 +199,15 @@ def _cpu_seconds(process: int) -> float:
 
 
 def speed(
-    models: Mapping[str, Assembly], peers: Mapping[str, Contestant], streams: int, rounds: int, on: Machine | None
+    models: Mapping[str, Assembly],
+    peers: Mapping[str, Contestant],
+    streams: int,
+    rounds: int,
+    on: Machine | None,
+    seconds: float = math.inf,
 ) -> Iterator[Record]:
     """Measure the output tokens per second of streams, for one stream from its first token on, and compare the tokens
-    with llama.cpp's. on: for the share of the memory bandwidth of one stream."""
+    with llama.cpp's. on: for the share of the memory bandwidth of one stream. seconds: see `alternate`."""
     first = next(iter(models.values()))
     vocab_size, limit = first.loaded.spec.vocab_size, first.limits.max_model_len
     rng, output = random.Random(streams), min(OUTPUT, limit // 2)
@@ -215,8 +225,7 @@ def speed(
     contestants: dict[str, Contestant] = {name: partial(run_paged, assembly) for name, assembly in models.items()}
     contestants |= {f"{PEER}, {name}": peer for name, peer in peers.items()}
     runs = {name: partial(undisturbed, run, iter(range(rounds))) for name, run in contestants.items()}
-    contest = alternate(runs, rounds, figure)
-    label = "1 stream" if streams == 1 else f"{streams} streams"
+    contest, label = alternate(runs, rounds, figure, seconds=seconds), _label(streams)
     loads = [made.load for runs in contest.runs.values() for made in runs]
     disturbed = 100 * sum(load > MAX_LOAD for load in loads) / len(loads)
     yield Record(f"{label}: runs beside other processes", disturbed, "%", limit=0.0)
@@ -234,6 +243,10 @@ def speed(
     if streams == 1 and "bfloat16" in models:
         for name in OVER_BFLOAT16.keys() & models.keys():
             yield contest.ratio(f"{label} {name}: times bfloat16", name, "bfloat16", OVER_BFLOAT16[name])
+
+
+def _label(streams: int) -> str:
+    return "1 stream" if streams == 1 else f"{streams} streams"
 
 
 def decode_rate(run: Run) -> float:
@@ -261,6 +274,9 @@ def measure(args: Namespace) -> Iterator[Record]:
         print_settings(OURS, limit(args.level))
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # limits the threads of the engine
+    plan = TimePlan(args.minutes)
+    for part, share in PARTS.items():
+        plan.add(part, share)
     with ExitStack() as stack:
         llama_cpp, absent = None, f"{PEER} is not among --peers"
         if args.peers and set(formats) & GGUF.keys():
@@ -269,11 +285,11 @@ def measure(args: Namespace) -> Iterator[Record]:
             except Exception as error:
                 absent = first_line(error)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        yield from compare(args, formats, llama_cpp, absent, scratch)
+        yield from compare(args, formats, llama_cpp, absent, scratch, plan)
 
 
 def compare(
-    args: Namespace, formats: Sequence[str], llama_cpp: LlamaCpp | None, absent: str, scratch: Path
+    args: Namespace, formats: Sequence[str], llama_cpp: LlamaCpp | None, absent: str, scratch: Path, plan: TimePlan
 ) -> Iterator[Record]:
     """Load the model in each format, and measure all of them. absent: why there is no llama.cpp."""
     machine, limits = cpu_limits(args.threads)
@@ -307,20 +323,26 @@ def compare(
             yield not_measured(f"{name}: times {PEER}", absent)
         else:
             peers[name] = llama_cpp.start(gguf_file(name, llama_cpp))
-    texts = windows(models[REFERENCE], args.windows, args.length)
-    scores = accuracy({name: (engine, engine.runner.kv) for name, engine in models.items()}, texts, REFERENCE)
+    scored = {name: (engine, engine.runner.kv) for name, engine in models.items()}
+    started, seconds = time.monotonic(), plan.take(ACCURACY)
+    accuracy(scored, windows(models[REFERENCE], 1, args.length), REFERENCE)
+    fitting = int(seconds / (time.monotonic() - started))
+    texts = windows(models[REFERENCE], max(1, min(args.windows, fitting)), args.length)
+    scores = accuracy(scored, texts, REFERENCE)
     for name, score in scores.items():
         yield from score.records(name, scores[REFERENCE])
     longest = models[REFERENCE].limits.max_model_len
-    for rows in (rows for rows in ROWS[: 2 if args.quick else None] if rows <= longest):
+    sizes = [rows for rows in ROWS[: 2 if args.quick else None] if rows <= longest]
+    seconds = plan.take(STEPS) / len(sizes)
+    for rows in sizes:
         steps = {name: step(engine, rows) for name, engine in models.items()}
-        contest = alternate(steps, 3 if args.quick else 15)
+        contest = alternate(steps, 3 if args.quick else 15, seconds=seconds)
         yield from contest.records(f"step of {rows} {{}}", "ms")
         for name, engine in models.items() if rows > 1 else ():
             rates = {OURS: 1e3 * prompt_flops(engine, rows) / contest.medians[name]}
             yield multiply_shares(f"step of {rows} {name}", rates, factor_type(engine), machine)
     for streams in STREAMS[: 2 if args.quick else None]:
-        yield from speed(models, peers, streams, args.rounds, machine)
+        yield from speed(models, peers, streams, args.rounds, machine, plan.take(_label(streams)))
 
 
 def names(text: str) -> list[str]:
@@ -369,6 +391,7 @@ main = Benchmark(
         rounds_option(5),
         Option("--threads", "threads of each engine", CORES),
         level_option(),
+        minutes_option("windows and rounds are reduced"),
         Option("--formats", f"formats, of {'; '.join(FORMATS)} (default: all)", type=names, metavar="A,B"),
         Option("--peers", f'"{PEER}" (default), or "none"', [PEER], type=_peers, metavar="A"),
     ),

@@ -99,6 +99,16 @@ def test_quantization_benchmark(tiny, tmp_path, monkeypatch):
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_windows_and_rounds_are_reduced_to_keep_the_time(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(quantization, "ATTEMPTS", 1)
+    monkeypatch.setattr(quantization, "OUTPUT", 4)
+    arguments = ["--model", str(tiny[0]), "--quick", "--formats", "bfloat16", "--length", "40"]
+    assert main(["bench", "quantization", *arguments, "--windows", "8", "--rounds", "3", "--minutes", "0.001"]) == 0
+    shown = capsys.readouterr()
+    assert "windows of 40 tokens" in shown.out and "8 windows" not in shown.out
+    assert "1 of 3 rounds fit into 0 s" in shown.err
+
+
 def test_streams_are_compared_with_llama_cpp(tiny):
     """A second contestant with the same outputs takes the place of llama.cpp."""
     run = partial(run_paged, assembly := tiny_assembly(tiny[0], enable_prefix_caching=False))
@@ -126,6 +136,7 @@ def test_tokens_count_up_to_the_first_difference():
     ("arguments", "message"),
     [
         (["--formats", "Q3"], "'Q3': must be one of float32; bfloat16"),
+        (["--minutes", "0"], "'0': must be a number above 0"),
         (["--peers", "vllm"], "'vllm': must be \"llama.cpp\" or \"none\""),
         (["--formats", "GGUF Q4_0"], "GGUF Q4_0: only the demo model is available as a GGUF file"),
         (["--quick", "--length", "300"], "argument --length: 300: must be at most 256"),
