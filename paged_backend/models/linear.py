@@ -286,7 +286,9 @@ class WeightQuantizer:
             return self._packer(weight)
         self._num_rounded += 1
         self.replaced.append(weight)
-        bits = 8 if weight.untyped_storage().data_ptr() in self._in_8_bits else self._spec.bits
+        bits = self._spec.bits
+        if bits < 8 and weight.untyped_storage().data_ptr() in self._in_8_bits:
+            bits = 8
         packed = quantize(weight, bits, self._spec.group_size)
         self._progress.advance(weight.numel())
         return GroupedCopy(packed._replace(int8_rows=self.int8_rows))
