@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -120,19 +121,19 @@ def pack(
     chunks = plan.chunks
     num_kinds = len(chunks[0].sequence.tables) - (state_pages is not None)
     rows = _pack_rows(chunks, block_size, gqa_group, uniform, page_tables, num_kinds)
-    row_ends = rows.query_starts[1:].tolist()
+    row_ends = rows.query_starts[1:]
     sample_rows, logit_rows, sampling = _sampling(plan, row_ends)
     hidden_chunks = (
         tuple(index for index, chunk in enumerate(chunks) if chunk.embeds) if plan.has_prompt_outputs else ()
     )
     return PackedBatch(
-        input_ids=torch.from_numpy(rows.tokens)[None],
-        position_ids=torch.from_numpy(rows.positions)[None],
+        input_ids=torch.from_numpy(np.array([rows.tokens], np.int64)),
+        position_ids=torch.from_numpy(rows.positions[None]),
         pagings=_pagings(rows),
         sample_rows=torch.from_numpy(sample_rows),
         logit_rows=None if logit_rows is None else torch.from_numpy(logit_rows),
         sampling=sampling,
-        uses_previous_step=bool(rows.tokens.min() < 0),
+        uses_previous_step=min(rows.tokens) < 0,
         checks=_checks(chunks, row_ends),
         drafting=_drafting(chunks, row_ends) if draft else None,
         hidden_rows=torch.tensor([row_ends[index] - 1 for index in hidden_chunks]) if hidden_chunks else None,
@@ -143,15 +144,15 @@ def pack(
 
 
 class _Rows(NamedTuple):
-    """The rows of a batch, as NumPy arrays."""
+    """The rows of a batch."""
 
-    tokens: np.ndarray  # [num_tokens] int64
+    tokens: list[int]
     positions: np.ndarray  # [num_tokens] int64
     slots: list[np.ndarray]  # for each page of a block [num_tokens] int64; -1 for padding rows
     tables: list[np.ndarray]  # for each page of a block [num_seqs, max_blocks] int32
-    context_lens: np.ndarray  # [num_seqs] int64
-    lengths: np.ndarray  # [num_seqs] int64: rows of each sequence
-    query_starts: np.ndarray  # [num_seqs + 1] int64
+    context_lens: list[int]
+    lengths: list[int]  # rows of each sequence
+    query_starts: list[int]  # [num_seqs + 1]
     shared: SharedPrefixes | None
 
 
@@ -163,32 +164,38 @@ def _pack_rows(
     page_tables: PageTables,
     num_kinds: int,
 ) -> _Rows:
-    firsts = np.array([chunk.start for chunk in chunks], np.int64)
-    ends = firsts + [chunk.length for chunk in chunks]
-    tables, lengths, shared = _block_tables(chunks, num_kinds), ends - firsts, None
+    """Pack the rows. Calls NumPy little: a call takes some microseconds, and a step with few rows needs no more time in
+    Python."""
+    firsts = [chunk.start for chunk in chunks]
+    ends = [chunk.start + chunk.length for chunk in chunks]
+    lengths = [chunk.length for chunk in chunks]
+    tables, shared = _block_tables(chunks, num_kinds), None
     if gqa_group is not None:
-        shared = find_prefix_groups(tables[0], ends, lengths, block_size=block_size, group=gqa_group)
-    if shared is None:  # sharing prefixes requires one row per sequence, so no padding
-        lengths = _padded_lengths(firsts, ends, uniform)
-    starts = ends - lengths
-    query_starts = np.zeros(len(chunks) + 1, np.int64)
-    lengths.cumsum(out=query_starts[1:])
-    owner = np.arange(len(chunks)).repeat(lengths)
-    positions = np.arange(query_starts[-1]) + (starts - query_starts[:-1])[owner]
+        shared = find_prefix_groups(
+            tables[0], np.array(ends), np.array(lengths), block_size=block_size, group=gqa_group
+        )  # fmt: skip
+    if shared is None and uniform:  # sharing prefixes requires one row per sequence, so no padding
+        lengths = _padded_lengths(lengths, ends, uniform)
+    starts = [end - length for end, length in zip(ends, lengths, strict=True)]
+    query_starts = [0, *itertools.accumulate(lengths)]
+    owner, positions = np.arange(len(chunks)), np.array(starts, np.int64)
+    if query_starts[-1] > len(chunks):  # not one row each
+        owner = owner.repeat(lengths)
+        positions = np.arange(query_starts[-1]) + (positions - query_starts[:-1])[owner]
     pages = [table for kind, of_kind in enumerate(tables) for table in page_tables(kind, of_kind)]
     columns, offsets = np.divmod(positions, block_size)
     slots = [of_page[owner, columns].astype(np.int64) * block_size + offsets for of_page in pages]
-    if uniform:
-        is_padding = positions < firsts[owner]
+    if starts != firsts:
+        is_padding = positions < np.array(firsts)[owner]
         for of_page in slots:
             of_page[is_padding] = -1
-    return _Rows(_tokens(chunks, starts.tolist()), positions, slots, pages, ends, lengths, query_starts, shared)
+    return _Rows(_tokens(chunks, starts), positions, slots, pages, ends, lengths, query_starts, shared)
 
 
 def _pagings(rows: _Rows) -> tuple[Paging, ...]:
-    context_lens = torch.from_numpy(rows.context_lens.astype(np.int32))
-    query_starts = torch.from_numpy(rows.query_starts.astype(np.int32))
-    max_query_len, max_context_len = int(rows.lengths.max()), int(rows.context_lens.max())
+    context_lens = torch.from_numpy(np.array(rows.context_lens, np.int32))
+    query_starts = torch.from_numpy(np.array(rows.query_starts, np.int32))
+    max_query_len, max_context_len = max(rows.lengths), max(rows.context_lens)
     return tuple(
         Paging(
             slots=torch.from_numpy(slots),
@@ -229,7 +236,7 @@ def _sampling(plan: Plan, row_ends: list[int]) -> tuple[np.ndarray, np.ndarray |
     return sample_rows, logit_rows, sampling
 
 
-def _adapter_rows(plan: Plan, lengths: np.ndarray) -> AdapterRows:
+def _adapter_rows(plan: Plan, lengths: list[int]) -> AdapterRows:
     adapters = [chunk.sequence.request.adapter for chunk in plan.chunks]
     slots = np.array([plan.adapters[adapter.digest] if adapter else -1 for adapter in adapters], dtype=np.int64)
     return adapter_rows(np.repeat(slots, lengths))
@@ -284,22 +291,20 @@ def _drafting(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Drafting | None
     )
 
 
-def _padded_lengths(firsts: np.ndarray, ends: np.ndarray, uniform: UniformBatch | None) -> np.ndarray:
-    """Return the number of rows of each sequence. firsts, ends: numbers of its tokens that are computed before and
-    after the step."""
-    lengths: np.ndarray = ends - firsts
-    if uniform and len(ends) <= uniform.seqs and 1 < lengths.max() <= uniform.queries <= ends.min():
-        return np.full_like(lengths, uniform.queries)
+def _padded_lengths(lengths: list[int], ends: list[int], uniform: UniformBatch) -> list[int]:
+    """Return the number of rows of each sequence. lengths, ends: numbers of its tokens that the step computes, and that
+    are computed after the step."""
+    if len(ends) <= uniform.seqs and 1 < max(lengths) <= uniform.queries <= min(ends):
+        return [uniform.queries] * len(lengths)
     return lengths
 
 
-def _tokens(chunks: tuple[Chunk, ...], starts: list[int]) -> np.ndarray:
-    tokens = [
+def _tokens(chunks: tuple[Chunk, ...], starts: list[int]) -> list[int]:
+    return [
         token
         for chunk, start in zip(chunks, starts, strict=True)
         for token in chunk.sequence.tokens[start : chunk.start + chunk.length]
     ]
-    return np.array(tokens, dtype=np.int64)
 
 
 def _block_tables(chunks: tuple[Chunk, ...], num_kinds: int) -> list[np.ndarray]:
