@@ -95,7 +95,7 @@ CONDITIONS: Mapping[str, int | None] = {  # nice values of the neighbours; None:
     "busy neighbour at nice 19": 19,
 }
 IDLE = "idle"
-MIN_SHARE = 0.6  # share of our own idle throughput
+MIN_SHARE = 0.7  # share of our own idle throughput
 MIN_SPEEDUP = 2.0  # relative to the best peer under the same conditions
 MAX_LATENCY = 4.0  # multiple of the idle p99 between tokens
 LATENCY_UNIT = "times idle"
@@ -174,7 +174,7 @@ def scenarios(vocab_size: int, limit: int, arrivals: float, quick: bool) -> list
     streams: dict[str, float | None] = {LLAMA_CPP_NAME: 1.0, LLAMA_CPP_PACKED: 1.0}
     timed = workload("even", requests, vocab_size, limit, arrivals)
     selected = [
-        Scenario(DECODE, equal_jobs(16, 512, tokens), step_ms, "ms", decode, 20.0),
+        Scenario(DECODE, equal_jobs(16, 512, tokens), step_ms, "ms", decode, 18.0),
         Scenario("even lengths", even, output_rate, "tokens/s", throughput),
         Scenario(f"even lengths, {arrivals:g} requests/s", timed, output_rate, "tokens/s", throughput),
         Scenario("8 streams", equal_jobs(8, 144, tokens), output_rate, "tokens/s", streams),
@@ -182,7 +182,7 @@ def scenarios(vocab_size: int, limit: int, arrivals: float, quick: bool) -> list
     if quick:
         return selected
     samples = [replace(job, n=4) for job in even]
-    prefill: dict[str, float | None] = {VLLM_NAME: 1.05, PADDED: None}
+    prefill: dict[str, float | None] = {VLLM_NAME: 1.1, PADDED: None}
     single: dict[str, float | None] = {VLLM_NAME: 1.3, PADDED: None}
     return [
         *selected,

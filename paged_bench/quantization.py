@@ -230,11 +230,11 @@ def speed(
     disturbed = 100 * sum(load > MAX_LOAD for load in loads) / len(loads)
     yield Record(f"{label}: runs beside other processes", disturbed, "%", limit=0.0)
     for name in models:
-        theirs, target = f"{PEER}, {name}", 1.0 if streams == 1 and "Q4" in name else None
+        theirs = f"{PEER}, {name}"
         others = spread(contest.figures[name]) | ({PEER: contest.medians[theirs]} if name in peers else {})
         yield Record(f"{label} {name}", contest.medians[name], "tokens/s", peers=others)
         if name in peers:
-            yield contest.ratio(f"{label} {name}: times {PEER}", name, theirs, target)
+            yield contest.ratio(f"{label} {name}: times {PEER}", name, theirs, 1.0)
             share = 100 * same_tokens(*([made.run for made in contest.runs[who]] for who in (name, theirs)))
             yield Record(f"{label} {name}: tokens as {PEER}", share, "% before the first difference", limit=100.0)
     for name, model in models.items() if streams == 1 else ():
