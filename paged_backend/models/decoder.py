@@ -227,6 +227,7 @@ class DecoderOutput(NamedTuple):
 
     last_hidden_state: Tensor  # [1, num_tokens, hidden]
     past_key_values: None = None
+    cache: None = None  # name of past_key_values in newer versions
     hidden_states: None = None
     attentions: None = None
     router_logits: None = None

@@ -134,7 +134,9 @@ def test_logprobs_match_a_single_process(alone, shared):
 def test_tokens_sampled_by_rank_0_are_used(alone, shared, monkeypatch):
     """They are used even if the next step is launched before the host has read them."""
     plain = runner.sample
-    monkeypatch.setattr(runner, "sample", lambda logits, batch: (plain(logits, batch) + 1) % 320)
+    monkeypatch.setattr(
+        runner, "sample", lambda logits, batch, *, out: out.copy_((plain(logits, batch, out=out) + 1) % 320)
+    )
     one, two, ahead = both(alone, shared, lambda engine: engine.generate(PROMPTS, max_tokens=12))
     assert one == two == ahead
 

@@ -10,7 +10,7 @@ import transformers as hf
 
 from paged_backend.loading import verification
 from paged_backend.loading.verification import verify_model
-from paged_backend.models import fusion, linear
+from paged_backend.models import fusion, linear, rope
 from paged_backend.models.attention import AttentionSpec, UnsupportedModel
 from paged_backend.models.rope import RotaryTable
 from tests.support.families import FAMILIES, HYBRID_FAMILIES
@@ -48,6 +48,11 @@ def wrap_result(monkeypatch, owner, name, change):
 def wrap_weight(monkeypatch, change):
     correct = linear.WeightPacker.__call__
     monkeypatch.setattr(linear.WeightPacker, "__call__", lambda self, weight: correct(self, change(weight)))
+
+
+def backwards(angles):
+    cos, sin = angles.table.chunk(2, dim=-1)
+    return RotaryTable(torch.cat((cos, -sin), dim=-1))
 
 
 def without_column(weight):
@@ -89,7 +94,7 @@ MISTAKES = {  # by name: families in which it shows, and what makes it
     ),
     "rotation": (
         ("llama",),
-        lambda patch: wrap_result(patch, RotaryTable, "__call__", lambda angles: (angles[0], -angles[1])),
+        lambda patch: wrap_result(patch, rope, "rotary_table", backwards),
     ),
     "norm": (
         ("llama", "qwen2"),
