@@ -223,7 +223,7 @@ def test_options_in_the_tuning_guide_exist():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_benchmarks_in_the_text_exist(document):
-    shared = (ROOT / "paged_bench/_harness.py").read_text()
+    shared = "".join((ROOT / f"paged_bench/{name}.py").read_text() for name in ("_harness", "_levels"))
     for name, arguments in BENCHMARK.findall(document.read_text()):
         source = shared + (ROOT / f"paged_bench/{name}.py").read_text()
         for flag in re.findall(r"--[a-z_-]+", arguments):
