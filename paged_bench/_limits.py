@@ -168,7 +168,7 @@ def factor_type(assembly: Assembly) -> torch.dtype:
 
 
 def _weights(assembly: Assembly) -> Iterator[Weight]:
-    """Yield the weights of linear layers: those of fused layers, and of modules that run by themselves."""
+    """Yield the weights of all linear layers, inside and outside of fused layers."""
     model = assembly.loaded.model
     fused = set[nn.Module]()
     if decoder := FusedDecoder.of(model):

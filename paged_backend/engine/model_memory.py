@@ -131,7 +131,8 @@ class ModelMemory:
             torch._C._host_emptyCache()  # PyTorch would keep the pinned memory
         fill_zeros(self._pool)
         self._runner.copier.update_addresses()
-        self._runner.kv.populate(count_threads(self._ranks_per_node))
+        if self._runner.kv.device.type == "cpu":
+            self._runner.kv.populate(count_threads(self._ranks_per_node))
         self._capture_graphs()
         restored, self._released = self._released, None
         return restored

@@ -183,7 +183,7 @@ class Runner:
         tokens = step.tokens if step.tokens is not None else self._sample(logits, sampling)
         beams = top_tokens(logits, sampling)
         launched = LaunchedStep(
-            tokens=tokens if tokens.is_cuda else tokens.clone(),  # the next step overwrites those of a CPU
+            tokens=tokens if tokens.is_cuda else tokens.clone(),  # on a CPU, the next step writes to the same memory
             beams=beams,
             outputs=compute_outputs(sampling.outputs, logits, tokens, beams, step.logits),
             checks=packed.checks,

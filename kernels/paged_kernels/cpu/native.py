@@ -354,12 +354,7 @@ class DecoderLayers:
             cos, sin: [1, num_tokens, head_dim].
             pagings: the addresses in each page. They differ in slots and block tables only.
         """
-        lens = pagings[0]
-        result: Tensor = _operator("decoder_layers")(
-            self.numbers, stream, cos, sin,
-            [paging.slots for paging in pagings], [paging.block_tables for paging in pagings],
-            lens.context_lens, lens.query_starts,
-        )  # fmt: skip
+        result: Tensor = _operator("decoder_layers")(self.numbers, stream, cos, sin, *_addresses(pagings))
         return result
 
 
@@ -396,11 +391,8 @@ class CausalModel:
             rows: [num_rows] int64.
             pagings: as for `DecoderLayers`.
         """
-        lens = pagings[0]
         logits: Tensor = _operator("model_logits")(
-            self._number, input_ids, position_ids, rows,
-            [paging.slots for paging in pagings], [paging.block_tables for paging in pagings],
-            lens.context_lens, lens.query_starts,
+            self._number, input_ids, position_ids, rows, *_addresses(pagings),
         )  # fmt: skip
         return logits
 
@@ -458,6 +450,17 @@ def _make_layer(layer: DecoderLayer, cache: LayerCache, pages: tuple[int, int | 
 def _free_layers(numbers: Sequence[int]) -> None:
     for number in numbers:
         _operator("free_layer")(number)
+
+
+def _addresses(pagings: Sequence[Paging]) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+    """Return the slots and block tables of each page, and the lengths and rows of the sequences."""
+    lens = pagings[0]
+    return (
+        [paging.slots for paging in pagings],
+        [paging.block_tables for paging in pagings],
+        lens.context_lens,
+        lens.query_starts,
+    )
 
 
 def _packed_of(cache: LayerCache, paging: Paging) -> tuple[Sequence[Tensor], Paging | None]:

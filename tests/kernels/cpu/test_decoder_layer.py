@@ -189,7 +189,7 @@ def test_time_of_each_operation_is_counted():
 VOCAB, POSITIONS = 41, 300
 
 
-def whole_model(dtype, level, *, pages=1):
+def whole_model(dtype, level):
     """Return a model of two layers, a function for what it computes in operations, and the arguments of a step."""
     layers = [made(dtype=dtype, **PLAIN) for _ in range(2)]
     (caches, pagings), (others, _) = (

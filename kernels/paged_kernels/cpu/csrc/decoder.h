@@ -80,8 +80,8 @@ void add_layer(Program& program, const Layer& layer, const Step& step, const Add
   program.add(linear_task(level, down));
 }
 
-// Returns a number for the layer, which holds its weights and its cache until free_layer. The weights are those of the
-// projections to query, key and value, from attention, to gate and up, and down. keys to packed: as in
+// Makes a layer, which keeps its weights and its cache in memory until free_layer. Returns its number. groups to biases:
+// of the projections to query, key and value, from attention, to gate and up, and down. keys to packed: as in
 // `layer_cache.LayerCache`. page, packed_page: indices of the addresses in `decoder_layers`.
 int64_t make_layer(Tensor norm, double eps, int64_t num_heads, bool rotates, OptionalTensor query_norm, OptionalTensor key_norm, double head_eps,
                    double scale, int64_t window, double softcap, OptionalTensor sinks, Tensor post_norm, double post_eps, int64_t inner_features,
@@ -188,13 +188,19 @@ void gather(const Gather& call, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i++) std::memcpy(call.to + i * call.row_bytes, call.from + call.rows[i] * call.row_bytes, call.row_bytes);
 }
 
-Tensor gather_rows(const char* name, const Tensor& from, const Tensor& rows) {
+// Makes the call that copies these rows of a matrix to a new one. name: of a row, for the error if it does not exist.
+Gather gather_call(const char* name, const Tensor& from, const Tensor& rows, Tensor& to) {
   const int64_t *at = (const int64_t*)rows.data_ptr(), count = rows.numel(), limit = from.size(0);
   for (int64_t i = 0; i < count; i++)
     if (at[i] < 0 || at[i] >= limit) throw std::runtime_error(std::string(name) + " " + std::to_string(at[i]) + ": must be 0.." + std::to_string(limit - 1));
   const int64_t sizes[] = {count, from.size(1)};
-  const Tensor to = torch::stable::new_empty(from, sizes);
-  gather({(const char*)from.data_ptr(), at, (char*)to.data_ptr(), from.size(1) * (int64_t)from.element_size()}, 0, count);
+  to = torch::stable::new_empty(from, sizes);
+  return {(const char*)from.data_ptr(), at, (char*)to.data_ptr(), from.size(1) * (int64_t)from.element_size()};
+}
+
+Tensor gather_rows(const char* name, const Tensor& from, const Tensor& rows) {
+  Tensor to = from;
+  gather(gather_call(name, from, rows, to), 0, rows.numel());
   return to;
 }
 
@@ -203,25 +209,14 @@ Tensor model_logits(int64_t number, Tensor input_ids, Tensor positions, Tensor r
   const auto model = made_models.find(number);
   auto program = std::make_unique<Program>();
   const Tensor stream = gather_rows("token", model->embedding, input_ids), angles = gather_rows("position", model->angles, positions);
-  const int64_t width = angles.size(1), half = width / 2, tokens = stream.size(0), count = rows.numel(), hidden = stream.size(1);
+  const int64_t width = angles.size(1), half = width / 2, count = rows.numel(), hidden = stream.size(1);
   const Type type = type_of(angles);
   Tensor output = add_layers(*program, model->layers, stream, {type, angles.data_ptr(), (const char*)angles.data_ptr() + half * bytes(type), width, width},
                              {std::move(slots), std::move(block_tables), context_lens, query_starts});
-  const int64_t* at = (const int64_t*)rows.data_ptr();
-  bool all = count == tokens;
-  for (int64_t i = 0; i < count; i++) {
-    if (at[i] < 0 || at[i] >= tokens) throw std::runtime_error("row " + std::to_string(at[i]) + ": must be 0.." + std::to_string(tokens - 1));
-    all &= at[i] == i;
-  }
-  const int64_t sizes[] = {count, hidden}, logits_sizes[] = {count, model->head.out_features};
   Tensor kept = output;
-  if (!all) {
-    kept = torch::stable::new_empty(stream, sizes);
-    const Gather call{(const char*)output.data_ptr(), at, (char*)kept.data_ptr(), hidden * (int64_t)bytes(type_of(stream))};
-    program->add(token_task(norms, gather, call, count, hidden));
-  }
-  const Tensor logits = torch::stable::new_empty(stream, logits_sizes);
-  if (count) program->add(linear_task(model->layers[0]->level, with_rows(model->head, kept.data_ptr(), count, hidden, logits.data_ptr())));
+  program->add(token_task(norms, gather, gather_call("row", output, rows, kept), count, hidden));
+  const Tensor logits = rows_like(kept, model->head.out_features);
+  program->add(linear_task(model->layers[0]->level, with_rows(model->head, kept.data_ptr(), count, hidden, logits.data_ptr())));
   keep(*program, angles, rows, kept, logits);
   program->keep(model);
   run(std::move(program));

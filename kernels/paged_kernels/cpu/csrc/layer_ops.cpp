@@ -121,7 +121,9 @@ template <Type T>
 INLINE int64_t find_best(const void* row, int64_t width) {
   if (!width) return -1;
   vf top = splat(-infinity);
-  vi number = {}, first = {}, wrong = {};  // of each lane: the vector, that of the first largest element, whether an element is wrong
+  vi number = {};  // of the vector that is read
+  vi first = {};   // number of the vector with the first largest element, for each lane
+  vi wrong = {};   // whether a lane had an element that is NaN or infinity
   for (int64_t d = 0; d < width; d += W) {
     const vf x = read_repeated<T>(row, d, width);
     wrong |= !(x < infinity);

@@ -39,7 +39,7 @@ INLINE void pack_tiles(const void* x, int64_t stride, int rows, int64_t in_featu
 #if PAGED_HAS_TILES
 static_assert(linear_group == 16);
 
-constexpr int64_t kept_bytes = 18 * tile_bytes;  // of a group: those of two groups stay in the L1 cache while rows pass
+constexpr int64_t kept_bytes = 18 * tile_bytes;  // of each of two groups, which stay in the L1 cache while all rows are multiplied
 
 // Some cache lines that are loaded into the L2 cache with each step.
 struct LinesAhead {
