@@ -53,7 +53,7 @@ def test_step_time_needs_all_sequences_decoding():
 
 def test_scenarios_and_their_targets():
     found = {one.name: one for one in scenarios(1000, 2048, 8.0, quick=False)}
-    assert found[DECODE].target == 20.0
+    assert found[DECODE].target == 18.0
     assert list(found[DECODE].ratios.values()) == [1.5, 2.5, 10.0]
     assert [(len(job.prompt), job.output) for job in found[DECODE].jobs] == [(512, 64)] * 16
     even = [
