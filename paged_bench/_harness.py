@@ -200,7 +200,11 @@ class TimePlan:
     def take(self, part: str) -> float:
         """Return the seconds for a part, which comes next, and plan the others without it."""
         total, own = sum(self._parts.values()), self._parts.pop(part)
-        return max(0.0, self._end - time.monotonic()) * (own / total if total else 1.0)
+        return self.left() * (own / total if total else 1.0)
+
+    def left(self) -> float:
+        """Return the seconds until the command should end."""
+        return max(0.0, self._end - time.monotonic())
 
 
 # --- options -------------------------------------------------------------------------------------------------------

@@ -1,9 +1,13 @@
-"""Instruction sets ("levels" of the C++ kernels) that the engines of a benchmark are limited to."""
+"""Instruction sets ("levels" of the C++ kernels) and threads that the engines of a benchmark are limited to."""
 
 from __future__ import annotations
 
 import os
 from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 from paged_bench._harness import InvalidArgument, Option
 from paged_kernels.cpu import native
@@ -16,6 +20,7 @@ LIMITS = {  # limits of PyTorch, oneDNN and MKL, by level
     "avx512_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512"),
     "amx": ("avx512", "AVX512_CORE_AMX", "AVX512"),
 }
+THREADS = "OMP_NUM_THREADS"
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
@@ -38,6 +43,21 @@ def limit(level: str) -> dict[str, str]:
         raise InvalidArgument(f"argument --level: {error}") from error
     assert used == level
     return settings
+
+
+@contextmanager
+def limited_threads(threads: int) -> Iterator[None]:
+    """Limit the threads of PyTorch in this process, and of every engine that is started meanwhile."""
+    before, variable = torch.get_num_threads(), os.environ.pop(THREADS, None)
+    torch.set_num_threads(threads)
+    os.environ[THREADS] = str(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        del os.environ[THREADS]
+        if variable is not None:
+            os.environ[THREADS] = variable
 
 
 def is_limit(level: str | None) -> bool:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 import statistics
 import sys
@@ -14,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, product
 from typing import Any
-
-import torch
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.sizes import GIB
@@ -51,7 +48,7 @@ from paged_bench._harness import (
     rounds_option,
     spread,
 )
-from paged_bench._levels import is_limit, level_option, limit
+from paged_bench._levels import is_limit, level_option, limit, limited_threads
 from paged_bench._limits import (
     Machine,
     cpu_limits,
@@ -87,6 +84,7 @@ PEERS = {  # contestants of each peer, by the peer's name for --peers
     "batching": ("transformers, continuous",),
 }
 (VLLM_NAME,), (LLAMA_CPP_NAME, LLAMA_CPP_PACKED), (PADDED,), (CONTINUOUS,) = PEERS.values()
+BUSY_PEERS = (VLLM_NAME, LLAMA_CPP_NAME)  # contestants beside a busy process, also with one thread
 DECODE = "decode, batch 16, context 512"  # the scenario whose step is also profiled
 LESS_IS_BETTER = ("ms", "s", "times idle")  # units
 CONDITIONS: Mapping[str, int | None] = {  # nice values of the neighbours; None: no neighbour
@@ -277,10 +275,10 @@ class Contestants:
     def affordable(
         self, names: Sequence[str], jobs: Sequence[Job], runs: int, seconds: float, most: float
     ) -> Contestants:
-        """Return these contestants without peers that are too slow: one run takes more than `most` seconds, or `runs`
-        of all contestants more than `seconds`. The slowest ones are left out."""
+        """Return these contestants but those that are too slow: one run takes more than `most` seconds, or `runs` of
+        all contestants more than `seconds`. The slowest ones are left out."""
         times = {name: self.estimate(name, jobs) for name in names if name in self.available}
-        kept = Contestants(dict(self.available), dict(self.absent), self.paces)
+        kept = Contestants({name: self.available[name] for name in times}, dict(self.absent), self.paces)
         for name in sorted(times.keys() - {OURS}, key=lambda name: -times[name]):
             total = runs * sum(times.values())
             if times[name] > most:
@@ -308,21 +306,22 @@ def gather(args: Namespace, config: EngineConfig, assembly: Assembly, stack: Exi
         contestants.leave_out(PEERS[peer], f"not among --peers ({', '.join(selected)})")
     loaded, local = str(assembly.loaded.path), [peer for peer in selected if peer in ("generate", "batching")]
     for threads in dict.fromkeys((args.threads, 1)):  # 1 thread is for a busy CPU, where it may be faster
-        suffix = "" if threads == args.threads else ONE_THREAD
+        is_for_all = threads == args.threads
+        suffix = "" if is_for_all else ONE_THREAD
 
         def add(names: Sequence[str], start: Callable[[], Mapping[str, Contestant]], suffix: str = suffix) -> None:
             contestants.add([name + suffix for name in names], lambda: {k + suffix: v for k, v in start().items()})
 
         if "vllm" in selected and is_limit(args.level):
-            names = [name + suffix for name in PEERS["vllm"]]
-            contestants.leave_out(names, f"its kernels cannot be limited to {args.level}")
+            contestants.leave_out([VLLM_NAME + suffix], f"its kernels cannot be limited to {args.level}")
         elif "vllm" in selected:
             options = {"model": loaded, "dtype": args.dtype, "max_model_len": assembly.limits.max_model_len}
-            add(PEERS["vllm"], partial(_start_vllm, options, threads, stack))
+            add([VLLM_NAME], partial(_start_vllm, options, threads, stack))
         if "llama.cpp" in selected:
-            add(PEERS["llama.cpp"], partial(_start_llama_cpp, loaded, args, threads, stack))
-        if local:
-            names = [name for peer in local for name in PEERS[peer]]
+            names = PEERS["llama.cpp"] if is_for_all else (LLAMA_CPP_NAME,)
+            add(names, partial(_start_llama_cpp, names, loaded, args, threads, stack))
+        if local and is_for_all:
+            names = tuple(name for peer in local for name in PEERS[peer])
             add(names, partial(_load_transformers, config, assembly, names, threads))
     return contestants
 
@@ -331,15 +330,19 @@ def _start_vllm(options: Mapping[str, Any], threads: int, stack: ExitStack) -> M
     return {VLLM_NAME: start_vllm_cpu(options, threads, KV_GIB, stack, VLLM_LOAD_SECONDS, RUN_SECONDS)}
 
 
-def _start_llama_cpp(model: str, args: Namespace, threads: int, stack: ExitStack) -> Mapping[str, Contestant]:
+def _start_llama_cpp(
+    names: Sequence[str], model: str, args: Namespace, threads: int, stack: ExitStack
+) -> Mapping[str, Contestant]:
     """Start llama.cpp with the weights of the other engines, and with its fastest 4-bit weights, by contestant. Its
     keys and values have the type of the other engines'."""
     if model != model_options("demo")["model"]:
         raise ValueError("only the demo model is available as a GGUF file")
     llama_cpp = LlamaCpp(threads, stack, args.level)
-    packed = quantized_gguf(FASTEST_4_BIT, partial(llama_cpp.quantize, kind=FASTEST_4_BIT))
-    files = {LLAMA_CPP_NAME: demo_gguf(args.dtype), LLAMA_CPP_PACKED: packed}
-    return {name: llama_cpp.start(file, args.dtype) for name, file in files.items()}
+    files = {
+        LLAMA_CPP_NAME: partial(demo_gguf, args.dtype),
+        LLAMA_CPP_PACKED: partial(quantized_gguf, FASTEST_4_BIT, partial(llama_cpp.quantize, kind=FASTEST_4_BIT)),
+    }
+    return {name: llama_cpp.start(files[name](), args.dtype) for name in names}
 
 
 def _load_transformers(
@@ -355,12 +358,8 @@ def _with_threads(run: Contestant, threads: int) -> Contestant:
     """Return a contestant in this process with this number of PyTorch's threads."""
 
     def limited(jobs: Sequence[Job]) -> Run:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
+        with limited_threads(threads):
             return run(jobs)
-        finally:
-            torch.set_num_threads(before)
 
     return limited
 
@@ -574,15 +573,16 @@ def compare(args: Namespace, options: Mapping[str, Any], plan: TimePlan) -> Iter
         contestants.warm_up([replace(job, output=4) for job in selected[0].jobs[:2]])
         streams, most = stream_jobs(vocab_size, longest, args.quick), 60 * args.minutes * RUN_SHARE
         parts = [(one.name, one.jobs, (OURS, *one.ratios), 1) for one in selected]
-        parts += [(name, jobs, tuple(contestants.available), BUSY_SLOWDOWN) for name, jobs in streams.items()]
+        busy = (OURS, *(name for name in contestants.available if name.removesuffix(ONE_THREAD) in BUSY_PEERS))
+        parts += [(name, jobs, busy, BUSY_SLOWDOWN) for name, jobs in streams.items()]
         for name, jobs, who, runs in parts:
             kept = contestants.affordable(who, jobs, runs, math.inf, most)
             plan.add(name, runs * sum(kept.estimate(one, jobs) for one in who if one in kept.available))
 
         def share(part: tuple[str, list[Job], tuple[str, ...], int]) -> tuple[Contestants, float]:
             name, jobs, who, runs = part
-            seconds = plan.take(name)
-            return contestants.affordable(who, jobs, runs, seconds, most), seconds
+            seconds = plan.take(name)  # for more rounds; the first one may use all the time that is left
+            return contestants.affordable(who, jobs, runs, plan.left() - SERVED_SECONDS, most), seconds
 
         for scenario, part in zip(selected, parts, strict=False):
             kept, seconds = share(part)
@@ -602,8 +602,6 @@ def compare(args: Namespace, options: Mapping[str, Any], plan: TimePlan) -> Iter
 def measure(args: Namespace) -> Iterator[Record]:
     if args.level is not None:
         print_settings(OURS, limit(args.level))
-    torch.set_num_threads(args.threads)
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # limits the threads of the server
     options = model_options(args.model) | {"device": "cpu", "dtype": args.dtype, "max_num_seqs": 128}
     options |= {"kv_cache_memory_bytes": KV_GIB * GIB}
     made: list[Record] = []
@@ -614,9 +612,10 @@ def measure(args: Namespace) -> Iterator[Record]:
     if not args.quick:
         rounds = min(args.rounds, SERVED_ROUNDS)
         parts += [through_server(options, rounds), load_seconds(options["model"], rounds)]
-    for record in itertools.chain.from_iterable(parts):
-        made.append(record)
-        yield record
+    with limited_threads(args.threads):
+        for record in itertools.chain.from_iterable(parts):
+            made.append(record)
+            yield record
     print("\n".join(target_report(made)))
 
 

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly
@@ -60,7 +58,7 @@ from paged_bench._harness import (
     rounds_option,
     spread,
 )
-from paged_bench._levels import level_option, limit
+from paged_bench._levels import level_option, limit, limited_threads
 from paged_bench._limits import (
     Machine,
     cpu_limits,
@@ -272,12 +270,11 @@ def measure(args: Namespace) -> Iterator[Record]:
         raise InvalidArgument(f"argument --formats: {files[0]}: only the demo model is available as a GGUF file")
     if args.level is not None:
         print_settings(OURS, limit(args.level))
-    torch.set_num_threads(args.threads)
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # limits the threads of the engine
     plan = TimePlan(args.minutes)
     for part, share in PARTS.items():
         plan.add(part, share)
     with ExitStack() as stack:
+        stack.enter_context(limited_threads(args.threads))
         llama_cpp, absent = None, f"{PEER} is not among --peers"
         if args.peers and set(formats) & GGUF.keys():
             try:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from paged_bench import cpu
 from paged_bench._engine import OURS, Job, Run, permute_tokens
 from paged_bench._harness import Record
+from paged_bench._levels import limited_threads
 from paged_bench._processes import LEADER
 from paged_bench.cpu import (
     DECODE,
@@ -108,12 +109,23 @@ def test_slow_peers_are_left_out_after_a_probe():
     ],
 )
 def test_slowest_peers_are_left_out_of_what_takes_too_long(seconds, most, left, reason):
-    contestants = Contestants({OURS: paced(0.1), "fast": paced(0.02), "medium": paced(0.1)})
+    contestants = Contestants({OURS: paced(0.1), "fast": paced(0.02), "medium": paced(0.1), "other": paced(0.01)})
     contestants.probe()
     # 100 prompt tokens, 100 output tokens and 100 steps, each at the pace of the probe
     kept = contestants.affordable([OURS, "fast", "medium"], [Job([1] * 100, 100)], 1, seconds, most)
     assert list(kept.available) == left
     assert kept.absent.get("medium") == reason
+
+
+def test_threads_of_engines_are_limited_until_the_benchmark_ends(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with limited_threads(3), limited_threads(2):
+        assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (2, "2")
+    with pytest.raises(RuntimeError), limited_threads(3):
+        raise RuntimeError
+    assert torch.get_num_threads() == before
+    assert "OMP_NUM_THREADS" not in os.environ
 
 
 # --- cpu --------------------------------------------------------------------------------------------------------------
@@ -162,13 +174,9 @@ def test_exact_agreement_has_a_target():
 @pytest.mark.nightly
 def test_cpu_benchmark(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the benchmark sets for the processes that it starts
-    threads, file = torch.get_num_threads(), tmp_path / "figures.json"
+    file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--dtype", "float32", "--peers", "generate", "--threads", "1"]
-    try:
-        assert main(["bench", "cpu", *arguments, "--quick", "--json", str(file)]) == 0
-    finally:
-        torch.set_num_threads(threads)
+    assert main(["bench", "cpu", *arguments, "--quick", "--json", str(file)]) == 0
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     records = {record["name"]: record for record in json.loads(file.read_text())["records"]}
     assert records[f"{DECODE}: times {VLLM_NAME}"]["unit"] == "not measured: not among --peers (generate)"

@@ -85,7 +85,9 @@ def test_quantization_benchmark(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("paged_backend.models.linear.MIN_ELEMENTS", 0)
     file, formats = tmp_path / "figures.json", ["bfloat16", "int8", "AWQ", "FP8 channel"]
     arguments = ["--quick", "--model", str(tiny[0]), "--windows", "2", "--length", "40", "--json", str(file)]
-    assert main(["bench", "quantization", *arguments, "--formats", ",".join(formats)]) == 0
+    before = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    assert main(["bench", "quantization", *arguments, "--threads", "1", "--formats", ",".join(formats)]) == 0
+    assert (torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")) == before
     value = {name: record["value"] for name, record in records_of(file).items()}
     assert value["KL divergence float32"] == 0
     for name in formats[1:]:
@@ -102,7 +104,7 @@ def test_quantization_benchmark(tiny, tmp_path, monkeypatch):
 def test_windows_and_rounds_are_reduced_to_keep_the_time(tiny, monkeypatch, capsys):
     monkeypatch.setattr(quantization, "ATTEMPTS", 1)
     monkeypatch.setattr(quantization, "OUTPUT", 4)
-    arguments = ["--model", str(tiny[0]), "--quick", "--formats", "bfloat16", "--length", "40"]
+    arguments = ["--model", str(tiny[0]), "--quick", "--formats", "bfloat16", "--length", "40", "--threads", "1"]
     assert main(["bench", "quantization", *arguments, "--windows", "8", "--rounds", "3", "--minutes", "0.001"]) == 0
     shown = capsys.readouterr()
     assert "windows of 40 tokens" in shown.out and "8 windows" not in shown.out

@@ -71,7 +71,7 @@ def test_a_package_over_its_budget_is_named(costs):
     assert costs.exceeded() == []
     costs.measured["tests/api/test_new.py"] = 24 * MARGIN + SLACK
     (line,) = costs.exceeded()
-    assert line.startswith("tests/api: 72 CPU seconds, recorded: 24, limit: 46. ")
+    assert line.startswith("tests/api: 72 CPU seconds, recorded: 24, limit: 46, most in test_new.py (+46), ")
 
 
 def test_budgets_grow_on_a_slow_machine(costs):

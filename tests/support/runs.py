@@ -41,6 +41,11 @@ def module_of(item: pytest.Item) -> str:
     return os.path.relpath(item.path, ROOT)
 
 
+def package_of(module: str) -> str:
+    """Return the name of the package that a module's cost counts for."""
+    return "/".join(module.split("/")[1:-1][:1]) or "architecture"
+
+
 def used_seconds() -> float:
     """Return the CPU seconds of this process and of all its descendants, running or ended."""
     seconds, children = {}, defaultdict(list)
@@ -122,7 +127,7 @@ class Costs:
         spent: Counter[str] = Counter()
         budget: Counter[str] = Counter()
         for name, seconds in self.measured.items():
-            package = "/".join(name.split("/")[1:-1][:1]) or "architecture"
+            package = package_of(name)
             spent[package] += seconds
             budget[package] += self.recorded.get(name, 0)
         return {package: (spent[package], budget[package]) for package in sorted(spent)}
@@ -140,10 +145,20 @@ class Costs:
             limit = MARGIN * budget * max(1, median(others) if others else 1) + SLACK
             if spent > limit:
                 lines.append(
-                    f"tests/{package}: {spent:.0f} CPU seconds, recorded: {budget:.0f}, limit: {limit:.0f}. Make the "
-                    "tests cheaper, or record their cost: make test ARGS=--record-costs"
+                    f"tests/{package}: {spent:.0f} CPU seconds, recorded: {budget:.0f}, limit: {limit:.0f}, most in "
+                    f"{self._most_above_record(package)}. Make the tests cheaper, or record their cost: make test "
+                    "ARGS=--record-costs"
                 )
         return lines
+
+    def _most_above_record(self, package: str) -> str:
+        """Return the modules of a package that exceed their recorded cost by the most seconds, with these seconds."""
+        above = Counter({
+            name: seconds - self.recorded.get(name, 0)
+            for name, seconds in self.measured.items()
+            if package_of(name) == package
+        })  # fmt: skip
+        return ", ".join(f"{name.rpartition('/')[2]} ({seconds:+.0f})" for name, seconds in above.most_common(3))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._config.getoption("--costs"):
