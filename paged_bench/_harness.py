@@ -195,6 +195,7 @@ class TimePlan:
 
     def add(self, part: str, seconds: float) -> None:
         """Add a part. seconds: about how long a round of it takes."""
+        assert part not in self._parts, part
         self._parts[part] = seconds
 
     def take(self, part: str) -> float:

@@ -22,7 +22,7 @@ from torch import nn
 from paged_backend.engine.assembly import Assembly
 from paged_backend.kv.cache import bytes_per_token
 from paged_backend.models.decoder import FusedDecoder
-from paged_backend.models.linear import GroupedCopy, JoinedWeight, MixedWeight, OneDnnCopy, PermutedWeight, Weight
+from paged_backend.models.linear import GroupedCopy, JoinedWeight, PermutedWeight, Weight
 from paged_bench._engine import Job
 from paged_bench._harness import Bars, Record, alternate, not_measured
 from paged_bench._timing import Call, cache_bytes, timer
@@ -184,13 +184,12 @@ def _weights(assembly: Assembly) -> Iterator[Weight]:
 def _nbytes(weight: Weight) -> int:
     if isinstance(weight, JoinedWeight):
         return sum(map(_nbytes, weight.parts))
-    if isinstance(weight, (PermutedWeight, MixedWeight)):
+    if isinstance(weight, PermutedWeight):
         return _nbytes(weight.weight)
     if isinstance(weight, GroupedCopy):
         return weight.packed.groups.nbytes
-    dense = weight.packed if isinstance(weight, OneDnnCopy) else weight
-    assert isinstance(dense, torch.Tensor), dense
-    return dense.numel() * dense.dtype.itemsize
+    assert isinstance(weight, torch.Tensor), weight
+    return weight.nbytes
 
 
 # --- shares -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from paged_kernels.cpu import native
 PARTS = {  # functions and methods of each part; the remaining time is "rest"
     "linears and activation": (
         "torch.nn.functional.linear",
-        "paged_backend.models.linear.OneDnnCopy.__call__",
         "paged_kernels.ops.swiglu",
     ),
     "attention": ("paged_kernels.ops.paged_attention",),

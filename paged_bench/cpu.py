@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.sizes import GIB
@@ -105,6 +105,7 @@ VLLM_LOAD_SECONDS = 180.0  # without compiled kernels for the data type, its war
 RUN_SHARE = 1 / 15  # share of --minutes that one run of a peer may take, as estimated
 SERVED, SERVED_SECONDS, SERVED_ROUNDS = "server", 60.0, 2  # part of the plan, seconds of a round of it, most rounds
 BUSY_SLOWDOWN = 7  # runs under all CONDITIONS take as long as so many idle ones, as estimated
+SCENARIO_ROUNDS = 3  # rounds of a scenario for each round under all CONDITIONS, if the time suffices
 
 
 # --- scenarios --------------------------------------------------------------------------------------------------------
@@ -225,6 +226,16 @@ class Pace:
         return tokens / self.prompt_rate + max(job.output for job in jobs) * self.step
 
 
+class Part(NamedTuple):
+    """A part of the benchmark, to plan the time."""
+
+    name: str
+    jobs: Sequence[Job]
+    contestants: Sequence[str]
+    runs: int  # that a contestant's round takes as long as
+    rounds: int  # that it should have for each round of a part with 1
+
+
 @dataclass
 class Contestants:
     """The available contestants, and why the others are not available."""
@@ -272,15 +283,17 @@ class Contestants:
         """Return about how many seconds a run takes; 0 if there was no probe."""
         return self.paces[name].seconds(jobs) if name in self.paces else 0.0
 
-    def affordable(
-        self, names: Sequence[str], jobs: Sequence[Job], runs: int, seconds: float, most: float
-    ) -> Contestants:
-        """Return these contestants but those that are too slow: one run takes more than `most` seconds, or `runs` of
-        all contestants more than `seconds`. The slowest ones are left out."""
-        times = {name: self.estimate(name, jobs) for name in names if name in self.available}
+    def round_seconds(self, part: Part) -> float:
+        """Return about how many seconds a round of the available contestants takes."""
+        return part.runs * sum(self.estimate(name, part.jobs) for name in part.contestants if name in self.available)
+
+    def affordable(self, part: Part, seconds: float, most: float) -> Contestants:
+        """Return the contestants of a part but those that are too slow: one run takes more than `most` seconds, or a
+        round of all of them more than `seconds`. The slowest ones are left out."""
+        times = {name: self.estimate(name, part.jobs) for name in part.contestants if name in self.available}
         kept = Contestants({name: self.available[name] for name in times}, dict(self.absent), self.paces)
         for name in sorted(times.keys() - {OURS}, key=lambda name: -times[name]):
-            total = runs * sum(times.values())
+            total = part.runs * sum(times.values())
             if times[name] > most:
                 kept.leave_out([name], f"a run would take about {times[name]:.0f} s; the limit is {most:.0f} s")
             elif total > seconds:
@@ -572,28 +585,27 @@ def compare(args: Namespace, options: Mapping[str, Any], plan: TimePlan) -> Iter
         contestants.probe()
         contestants.warm_up([replace(job, output=4) for job in selected[0].jobs[:2]])
         streams, most = stream_jobs(vocab_size, longest, args.quick), 60 * args.minutes * RUN_SHARE
-        parts = [(one.name, one.jobs, (OURS, *one.ratios), 1) for one in selected]
-        busy = (OURS, *(name for name in contestants.available if name.removesuffix(ONE_THREAD) in BUSY_PEERS))
-        parts += [(name, jobs, busy, BUSY_SLOWDOWN) for name, jobs in streams.items()]
-        for name, jobs, who, runs in parts:
-            kept = contestants.affordable(who, jobs, runs, math.inf, most)
-            plan.add(name, runs * sum(kept.estimate(one, jobs) for one in who if one in kept.available))
+        beside = (OURS, *(name for name in contestants.available if name.removesuffix(ONE_THREAD) in BUSY_PEERS))
+        measured = [Part(one.name, one.jobs, (OURS, *one.ratios), 1, SCENARIO_ROUNDS) for one in selected]
+        busy = [Part(f"{name}, busy", jobs, beside, BUSY_SLOWDOWN, 1) for name, jobs in streams.items()]
+        for part in (*measured, *busy):
+            kept = contestants.affordable(part, math.inf, most)
+            plan.add(part.name, part.rounds * kept.round_seconds(part))
 
-        def share(part: tuple[str, list[Job], tuple[str, ...], int]) -> tuple[Contestants, float]:
-            name, jobs, who, runs = part
-            seconds = plan.take(name)  # for more rounds; the first one may use all the time that is left
-            return contestants.affordable(who, jobs, runs, plan.left() - SERVED_SECONDS, most), seconds
+        def share(part: Part) -> tuple[Contestants, float]:
+            seconds = plan.take(part.name)  # for more rounds; the first one may use all the time that is left
+            return contestants.affordable(part, plan.left() - SERVED_SECONDS, most), seconds
 
-        for scenario, part in zip(selected, parts, strict=False):
+        for scenario, part in zip(selected, measured, strict=True):
             kept, seconds = share(part)
             kept.available[OURS] = partial(run_paged, steady if scenario.figure is step_ms else assembly)
             for record in run_scenario(scenario, kept, vocab_size, args.rounds, args.dtype == "float32", seconds):
                 yield record
                 if record.name == scenario.name:
                     yield from shares(scenario, record, assembly, machine)
-        for part in parts[len(selected) :]:
+        for (name, jobs), part in zip(streams.items(), busy, strict=True):
             kept, seconds = share(part)
-            yield from run_busy(kept, part[0], part[1], vocab_size, args.rounds, seconds)
+            yield from run_busy(kept, name, jobs, vocab_size, args.rounds, seconds)
     (jobs,) = (scenario.jobs for scenario in selected if scenario.name == DECODE)
     yield from profile(steady, jobs, vocab_size, machine)
     assembly.close()

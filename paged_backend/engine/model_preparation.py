@@ -141,13 +141,10 @@ def rank_cache(config: EngineConfig, cache: CacheSpec) -> CacheSpec:
 
 
 def _share(loaded: LoadedModel, runner: Runner) -> RankShare:
-    """Return what this rank holds. Weights that oneDNN has packed have no storage, and count as unpacked."""
-    tensors = list(find_tensors(loaded.model))
-    plain = [tensor for tensor in tensors if tensor.layout is torch.strided]
-    packed = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.layout is not torch.strided)
-    weights = sum(storage.nbytes() for storage in distinct_storages(plain))
+    """Return what this rank holds."""
+    weights = sum(storage.nbytes() for storage in distinct_storages(find_tensors(loaded.model)))
     pool = sum(storage.nbytes() for storage in distinct_storages([runner.kv.memory]))
-    return RankShare(len(loaded.spec.layers), weights + packed, pool)
+    return RankShare(len(loaded.spec.layers), weights, pool)
 
 
 def stage_links(config: EngineConfig, prepared: PreparedModel, group: ProcessGroup) -> StageLinks | None:

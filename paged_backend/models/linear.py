@@ -1,24 +1,15 @@
-"""Linear layers on a CPU: packed copies of weights, and quantized weights.
+"""Linear layers on a CPU: packed copies of weights for the C++ kernels, and quantized weights.
 
-    plain     F.linear over the weight itself
-    onednn    a copy in oneDNN's layout, into which F.linear would convert the weight at each call
-    groups    this project's kernel over groups of outputs, which sums in float32
-
-Without the C++ kernels, and for types that they do not support, the other methods are measured once per process for
-each weight shape. The fastest copy is kept, and the weight itself is freed if the copy is faster for every number of
-rows.
-
-With the `quantization` option, quantized weights take the place of the weights instead.
+A copy replaces its weight, which is freed. With the `quantization` option, a quantized weight does. Without the C++
+kernels, and for types that they do not support, PyTorch multiplies the weights as they are.
 """
 
 from __future__ import annotations
 
 import logging
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -38,12 +29,7 @@ from paged_kernels.cpu.packed_linear import PackedLinear, pack_linear
 
 log = logging.getLogger("paged_llm")
 
-ROWS = (1, 4, 16, 64, 256)  # numbers of rows that are measured; others use the result of the nearest one
 MIN_ELEMENTS = 1 << 16  # minimum size to pack or quantize; below it, call overhead dominates
-MAX_MEASURED_ELEMENTS = 1 << 20  # size from which a weight is measured with fewer rows
-NUM_MEASURED_WEIGHTS = 12  # used in rotation like the layers of a model, so that they leave the CPU cache
-MIN_REPEATS = 4  # minimum repetitions of a measurement, even with many rows
-MAX_RELATIVE_TIME = 0.95  # maximum time of a copy relative to the plain method; limits the effect of noise
 MEMORY_SHARE = 0.5  # share of the available memory for copies
 SENSITIVE_SHARE = 0.125  # share of the elements of weights that keep 8 bits with int4, apart from the output layer
 
@@ -54,20 +40,6 @@ Weight: TypeAlias = "Tensor | Callable[[Tensor, Tensor | None], Tensor]"
 def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Compute `F.linear`, with the weight's own method if it is not a plain tensor."""
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)
-
-
-class OneDnnCopy:
-    """A copy of a weight in oneDNN's layout, which does not depend on the number of rows if there are several."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
-
-    @staticmethod
-    def supports(dtype: torch.dtype) -> bool:
-        return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class GroupedCopy:
@@ -83,9 +55,6 @@ class GroupedCopy:
     @staticmethod
     def supports(dtype: torch.dtype) -> bool:
         return bool(native.levels()) and dtype in (torch.float32, torch.float16, torch.bfloat16)
-
-
-COPIES: Mapping[str, type[OneDnnCopy | GroupedCopy]] = {"onednn": OneDnnCopy, "groups": GroupedCopy}
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,67 +77,6 @@ class JoinedWeight:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         product = torch.cat([project(x, part, None) for part in self.parts], -1)
         return product if bias is None else product + bias
-
-
-@dataclass(frozen=True, eq=False)
-class MixedWeight:
-    """A weight and a packed copy, each used for the numbers of rows for which it is faster."""
-
-    weight: Tensor  # [out_features, in_features]
-    copy: OneDnnCopy | GroupedCopy
-    use_copy: tuple[bool, ...]  # whether to use the copy, for each number of rows in `ROWS`
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        nearest = min(x[..., 0].numel().bit_length() // 2, len(ROWS) - 1)
-        return self.copy(x, bias) if self.use_copy[nearest] else F.linear(x, self.weight, bias)
-
-
-@cache
-@torch.inference_mode()
-def measure(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> tuple[Mapping[str, float], ...]:
-    """Measure the seconds of each method that supports `dtype`, for each number of rows in `ROWS`.
-
-    The methods run alternately, and the result is the median. `threads`, the number of torch's threads, is only a cache
-    key. Measures the CPU time of this thread, which computes its share of each product, so that other load on the
-    machine has little influence.
-    """
-    rows, columns = shape
-    rows = min(rows, max(1, MAX_MEASURED_ELEMENTS // columns))
-    plain = [torch.full((rows, columns), 0.01, dtype=dtype) for _ in range(NUM_MEASURED_WEIGHTS)]
-    methods: dict[str, list[Weight]] = {"plain": [*plain]}
-    methods |= {
-        name: [copy_type(weight) for weight in plain] for name, copy_type in COPIES.items() if copy_type.supports(dtype)
-    }
-    medians = []
-    for count in ROWS:
-        x, times = torch.full((count, columns), 0.01, dtype=dtype), {name: list[float]() for name in methods}
-        for repeat in range(max(MIN_REPEATS, 64 // count)):
-            for name, weights in methods.items():
-                started = time.thread_time()
-                project(x, weights[repeat % NUM_MEASURED_WEIGHTS], None)
-                times[name].append(time.thread_time() - started)
-        medians.append({name: statistics.median(values) for name, values in times.items()})
-    return tuple(medians)
-
-
-def choose(times: tuple[Mapping[str, float], ...]) -> tuple[str, tuple[bool, ...]] | None:
-    """Choose the copy that saves the most time, weighting all numbers of rows equally.
-
-    Returns its name, and for each number of rows whether it is clearly faster than the plain method and thus used.
-    Returns None if no copy is faster.
-    """
-
-    def relative_time(name: str) -> float:
-        return sum(min(1.0, seconds[name] / seconds["plain"]) for seconds in times)
-
-    best = min(times[0].keys() - {"plain"}, key=relative_time, default="plain")
-    use_copy = tuple(seconds[best] < MAX_RELATIVE_TIME * seconds["plain"] for seconds in times)
-    return (best, use_copy) if any(use_copy) else None
-
-
-def groups_are_fastest(dtype: torch.dtype) -> bool:
-    """Return whether weights of a type are packed for the kernel over groups without a measurement."""
-    return GroupedCopy.supports(dtype)
 
 
 class Ranks:
@@ -219,8 +127,8 @@ CONVERTIBLE = (nn.Linear, RowParallelLinear)
 
 
 class WeightPacker:
-    """Packs weights for which a copy is faster, within a memory budget. With `batch_invariant`, all weights are packed
-    for this project's kernel, which adds in one order for any number of rows."""
+    """Packs weights for the C++ kernels, within a memory budget. With `batch_invariant`, all weights are packed, since
+    the kernels add in one order for any number of rows."""
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self._batch_invariant = batch_invariant
@@ -231,14 +139,8 @@ class WeightPacker:
         self._warned: set[torch.Size] = set()  # shapes only: a mixture of experts has thousands of equal weights
 
     def __call__(self, weight: Tensor) -> Weight:
-        """Return the packed weight, or the weight itself if no copy is faster or fits the budget."""
-        if weight.numel() < MIN_ELEMENTS and not self._batch_invariant:
-            return weight
-        if self._batch_invariant or groups_are_fastest(weight.dtype):
-            choice: tuple[str, tuple[bool, ...]] | None = ("groups", (True,) * len(ROWS))
-        else:
-            choice = choose(measure(tuple(weight.shape), weight.dtype, torch.get_num_threads()))
-        if choice is None:
+        """Return the packed weight, or the weight itself if it is small, of another type, or beyond the budget."""
+        if not self._batch_invariant and (weight.numel() < MIN_ELEMENTS or not GroupedCopy.supports(weight.dtype)):
             return weight
         if weight.nbytes > self._budget:
             if self._batch_invariant:
@@ -255,12 +157,8 @@ class WeightPacker:
             return weight
         self._budget -= weight.nbytes
         self.changed = True
-        name, use_copy = choice
-        copy = COPIES[name](weight)
-        if not all(use_copy):
-            return MixedWeight(weight, copy, use_copy)
         self.replaced.append(weight)
-        return copy
+        return GroupedCopy(weight)
 
 
 class WeightQuantizer:

@@ -122,7 +122,7 @@ class _Builder:
                 yield self._plain(form)
 
     def _packed(self, decoder: FusedDecoder | None) -> Iterator[ModelVariant]:
-        """Yield the variant with packed copies of the weights, if any copy is faster."""
+        """Yield the variant with packed copies of the weights, if there are any."""
         packer = WeightPacker(batch_invariant=self._batch_invariant)
         overrides = self._converted(decoder, packer)
         self.lacks_memory |= packer.lacks_memory

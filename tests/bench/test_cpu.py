@@ -19,6 +19,7 @@ from paged_bench.cpu import (
     PEERS,
     VLLM_NAME,
     Contestants,
+    Part,
     Scenario,
     agreement,
     neighbours,
@@ -112,7 +113,9 @@ def test_slowest_peers_are_left_out_of_what_takes_too_long(seconds, most, left, 
     contestants = Contestants({OURS: paced(0.1), "fast": paced(0.02), "medium": paced(0.1), "other": paced(0.01)})
     contestants.probe()
     # 100 prompt tokens, 100 output tokens and 100 steps, each at the pace of the probe
-    kept = contestants.affordable([OURS, "fast", "medium"], [Job([1] * 100, 100)], 1, seconds, most)
+    part = Part("words", [Job([1] * 100, 100)], [OURS, "fast", "medium"], 1, 1)
+    assert contestants.round_seconds(part) == pytest.approx(66)
+    kept = contestants.affordable(part, seconds, most)
     assert list(kept.available) == left
     assert kept.absent.get("medium") == reason
 

@@ -113,12 +113,11 @@ def test_quantized_experts_give_the_same_tokens_alone_and_together(quantization,
         assert [engine.generate([prompt], max_tokens=8)[0] for prompt in PROMPTS] == together
 
 
+@compiled
 def test_weights_beyond_the_memory_budget_stay(monkeypatch, caplog):
     model = create("mixtral")
     per_expert = next(expert_modules(model)).gate_up_proj[0].nbytes
     monkeypatch.setattr(linear, "available_memory", lambda: 2 * 5 * per_expert)
-    monkeypatch.setattr(linear, "groups_are_fastest", lambda dtype: False)
-    monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "onednn": 0.5}] * len(linear.ROWS))
     packer = WeightPacker()
     case = rows(40, torch.float32)
     with torch.inference_mode():

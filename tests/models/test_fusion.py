@@ -118,7 +118,6 @@ def test_mixtures_of_experts_take_fewer_operations(name):
 def test_mixtures_of_experts_with_grouped_weights(name, monkeypatch, caplog):
     """Their layers run one by one; a dense layer, too."""
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(linear, "groups_are_fastest", lambda dtype: True)
     model = create_model(MIXTURES[name][0]())
     verify_model(model)
     assert is_fused(model)
@@ -134,7 +133,6 @@ def test_mixtures_of_experts_with_grouped_weights(name, monkeypatch, caplog):
 def test_linear_layers_inside_of_called_modules_are_packed(monkeypatch):
     """Shared experts are in a module that a fused layer calls."""
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(linear, "groups_are_fastest", lambda dtype: True)
     model = create_model(FAMILIES["deepseek_v3"]())
     verify_model(model)
     assert is_fused(model)
@@ -146,7 +144,6 @@ def test_linear_layers_inside_of_called_modules_are_packed(monkeypatch):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_with_grouped_weights_are_one_kernel_call(name, monkeypatch, caplog):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(linear.ROWS))
     model = create_model(CONFIGS[name]())
     verify_model(model)
     assert is_fused(model)

@@ -1,4 +1,4 @@
-"""Packed and int8 weights of linear layers on a CPU: results, selection by measurement, memory."""
+"""Packed and int8 weights of linear layers on a CPU: results, memory, verification."""
 
 import logging
 import re
@@ -10,8 +10,7 @@ from transformers import LongcatFlashConfig
 
 from paged_backend.models import linear
 from paged_backend.models.attention import UnsupportedModel
-from paged_backend.models.decoder import FusedDecoder
-from paged_backend.models.linear import ROWS, MixedWeight, project
+from paged_backend.models.linear import GroupedCopy, project
 from paged_kernels.cpu import native
 from tests.support.families import FAMILIES
 from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
@@ -23,64 +22,31 @@ PROMPTS = [[5] * length for length in (1, 2, 3, 5, 7, 11)]
 compiled = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", linear.COPIES)
-@pytest.mark.parametrize("biased", [False, True])
-def test_every_copy_matches_linear(name, dtype, biased):
-    copy_type = linear.COPIES[name]
-    if not copy_type.supports(dtype):
-        pytest.skip(f"{name} does not support {dtype} on this machine")
-    torch.manual_seed(0)
-    weight, bias = torch.randn(70, 48).to(dtype), torch.randn(70).to(dtype) if biased else None
-    with torch.inference_mode():
-        for use_copy in (True, False):
-            mixed = MixedWeight(weight, copy_type(weight), (use_copy,) * len(ROWS))
-            for shape in ((1, 48), (1, 3, 48), (300, 48)):
-                x = torch.randn(shape).to(dtype)
-                y = project(x, mixed, bias)
-                assert y.dtype == dtype
-                torch.testing.assert_close(y, F.linear(x, weight, bias))
-
-
-@pytest.mark.parametrize(
-    ("rows", "index"), [(1, 0), (2, 1), (7, 1), (8, 2), (31, 2), (32, 3), (127, 3), (128, 4), (5000, 4)]
-)
-def test_number_of_rows_uses_nearest_measurement(rows, index):
-    use_copy = tuple(i == index for i in range(len(ROWS)))
-    assert MixedWeight(torch.ones(2, 2), lambda *arguments: "copy", use_copy)(torch.ones(1, rows, 2), None) == "copy"
-
-
-def test_clearly_faster_copy_is_chosen():
-    times = [{"plain": 1.0, "onednn": 0.9, "groups": 0.5}, {"plain": 1.0, "onednn": 0.8, "groups": 0.99}]
-    assert linear.choose(times) == ("groups", (True, False))
-    assert linear.choose([{"plain": 1.0, "onednn": 0.99}]) is None
-    assert linear.choose([{"plain": 1.0}]) is None
-
-
-def test_supported_methods_are_measured_once():
-    times = linear.measure((64, 64), torch.float32, 1)
-    assert [set(methods) for methods in times] == [
-        {"plain", "onednn"} | ({"groups"} if native.levels() else set())
-    ] * len(ROWS)
-    assert all(seconds > 0 for methods in times for seconds in methods.values())
-    assert linear.measure((64, 64), torch.float32, 1) is times
-    assert "onednn" not in linear.measure((64, 64), torch.float16, 1)[0]
-
-
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_weights_are_packed_for_the_kernels_without_a_measurement(dtype, monkeypatch):
-    monkeypatch.delattr(linear, "measure")
-    assert isinstance(linear.WeightPacker()(torch.ones(256, 256, dtype=dtype)), linear.GroupedCopy)
-
-
-@pytest.fixture
-def fast_copies(monkeypatch):
-    """Simulate a machine on which packed copies are faster for up to 15 rows, even in tiny models."""
-    times = [{"plain": 1.0, "onednn": 0.5 if rows < 16 else 1.0} for rows in ROWS]
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_weights_match_linear(dtype, biased, monkeypatch):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(linear, "groups_are_fastest", lambda dtype: False)
-    monkeypatch.setattr(linear, "measure", lambda *arguments: times)
+    torch.manual_seed(0)
+    weight, bias = torch.randn(70, 48).to(dtype), torch.randn(70).to(dtype) if biased else None
+    copy = linear.WeightPacker()(weight)
+    assert isinstance(copy, linear.GroupedCopy)
+    for shape in ((1, 48), (1, 3, 48), (300, 48)):
+        x = torch.randn(shape).to(dtype)
+        y = project(x, copy, bias)
+        assert y.dtype == dtype
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        torch.testing.assert_close(y, exact.to(dtype))
+
+
+def test_weights_that_the_kernels_do_not_multiply_stay(monkeypatch):
+    pack = linear.WeightPacker()
+    for weight in (torch.ones(256, 256, dtype=torch.float64), torch.ones(256, 255)):
+        assert pack(weight) is weight
+    monkeypatch.setattr(native, "levels", lambda: ())
+    weight = torch.ones(256, 256)
+    assert pack(weight) is weight
+    assert not pack.changed
 
 
 @pytest.fixture
@@ -89,33 +55,11 @@ def log_lines(caplog):
     return caplog
 
 
-@pytest.mark.parametrize(("family", "form"), [("qwen2", "fused"), ("olmo2", "unmodified")])
-def test_packed_weights_match_generate(family, form, tmp_path, fast_copies, log_lines):
-    model = save_tiny(FAMILIES[family](), tmp_path)
-    assembly = tiny_assembly(tmp_path)
-    served = assembly.loaded.model
-    assert f"runs {form}, with packed weights" in log_lines.text
-    decoder = FusedDecoder.of(served)
-    layer = decoder and decoder.layers[0]
-    weights = (
-        [one.weight for one in layer.projections]
-        if layer
-        else [served.model.layers[0].mlp.up_proj.forward.keywords["weight"]]
-    )
-    assert sum(isinstance(weight, MixedWeight) for weight in weights) == (4 if layer else 1)
-    assert isinstance(served.lm_head.forward.keywords["weight"], MixedWeight)
-    expected = [generate_with_transformers(model, prompt, 12) for prompt in PROMPTS]
-    with running(assembly) as engine:
-        assert engine.generate(PROMPTS, max_tokens=12) == expected
-        assert [engine.generate([prompt], max_tokens=12)[0] for prompt in PROMPTS] == expected
-
-
+@compiled
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
 def test_fully_replaced_weights_are_freed(family, tied, tmp_path, monkeypatch):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(linear, "groups_are_fastest", lambda dtype: False)
-    monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "onednn": 0.5}] * len(ROWS))
     config = FAMILIES[family]()
     config.tie_word_embeddings = tied
     model = save_tiny(config, tmp_path)
@@ -131,7 +75,7 @@ def test_fully_replaced_weights_are_freed(family, tied, tmp_path, monkeypatch):
 
 @compiled
 @pytest.mark.parametrize(
-    "family", mostly_nightly(FAMILIES, default=["qwen2", "gpt2", "phi3", "mixtral", "deepseek_v2"])
+    "family", mostly_nightly(FAMILIES, default=["qwen2", "olmo2", "gpt2", "phi3", "mixtral", "deepseek_v2"])
 )
 def test_every_family_matches_generate_with_grouped_weights(family, tmp_path, monkeypatch, log_lines):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
@@ -144,14 +88,11 @@ def test_every_family_matches_generate_with_grouped_weights(family, tmp_path, mo
         ]
 
 
+@compiled
 @pytest.mark.parametrize("quantized", [False, True])
 def test_weights_read_outside_their_layers_are_kept(quantized, tmp_path, monkeypatch, log_lines):
     """The router of LongCat is a linear layer that is never called; the model reads its weight."""
-    if quantized and not native.levels():
-        pytest.skip("needs the compiled kernels")
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(linear, "groups_are_fastest", lambda dtype: False)
-    monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "onednn": 0.5}] * len(ROWS))
     config = LongcatFlashConfig(
         vocab_size=320, hidden_size=64, num_attention_heads=4, max_position_embeddings=256, num_layers=1,
         ffn_hidden_size=96, expert_ffn_hidden_size=16, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16,
@@ -166,10 +107,12 @@ def test_weights_read_outside_their_layers_are_kept(quantized, tmp_path, monkeyp
     assert quantized or tokens == [generate_with_transformers(model, prompt, 8) for prompt in PROMPTS]
 
 
+@compiled
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
-def test_packed_weights_that_fail_verification_are_not_used(family, tmp_path, fast_copies, monkeypatch, log_lines):
-    correct = linear.OneDnnCopy.__call__
-    monkeypatch.setattr(linear.OneDnnCopy, "__call__", lambda *arguments: correct(*arguments) * 1.5)
+def test_packed_weights_that_fail_verification_are_not_used(family, tmp_path, monkeypatch, log_lines):
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
+    pack = linear.pack_linear
+    monkeypatch.setattr(linear, "pack_linear", lambda weight: pack(1.5 * weight))
     model = save_tiny(FAMILIES[family](), tmp_path)
     assembly = tiny_assembly(tmp_path)
     assert re.search("with packed weights: layer 0 .* in float32: logits at position", log_lines.text)
@@ -177,17 +120,18 @@ def test_packed_weights_that_fail_verification_are_not_used(family, tmp_path, fa
         assert engine.generate(PROMPTS[:1], max_tokens=12) == [generate_with_transformers(model, PROMPTS[0], 12)]
 
 
-def test_copies_stay_within_memory_budget(tiny, fast_copies, monkeypatch, log_lines):
+@compiled
+def test_copies_stay_within_memory_budget(tiny, monkeypatch, log_lines):
     head = 320 * 64 * 4
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(linear, "available_memory", lambda: 2 * head - 4)
     model = tiny_assembly(tiny[0]).loaded.model
     assert "a weight of shape [320, 64] is not packed: its faster copy" in log_lines.text
-    assert "forward" not in vars(model.lm_head) or not isinstance(model.lm_head.forward.keywords["weight"], MixedWeight)
+    assert "forward" not in vars(model.lm_head) or not isinstance(model.lm_head.forward.keywords["weight"], GroupedCopy)
     layer = model.model.forward.layers[0]
-    assert isinstance(layer.attention.qkv.weight, MixedWeight)
+    assert isinstance(layer.attention.qkv.weight, GroupedCopy)
     weights = [one.weight for fused in model.model.forward.layers for one in fused.projections]
-    copies = [weight.copy.packed for weight in weights if isinstance(weight, MixedWeight)]
-    assert 0 < sum(copy.numel() * 4 for copy in copies) < head
+    assert 0 < sum(weight.packed.groups.nbytes for weight in weights if isinstance(weight, GroupedCopy)) < head
 
 
 @compiled

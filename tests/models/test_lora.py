@@ -178,7 +178,6 @@ BY_DEFAULT = [("qwen2, fused", False), ("qwen3, fused", True), ("gemma2, unmodif
 def test_every_model_form_matches_peft(name, packed, tmp_path, lora_prompts, monkeypatch, caplog):
     if packed:
         monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
-        monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(linear.ROWS))
     model = save_tiny(FORMS[name](), tmp_path / "model")
     adapters = {
         "one": make_adapter(model, tmp_path / "one", target_modules="all-linear"),

@@ -27,7 +27,6 @@ def fusable(**changes):
 def test_fused_model_has_fused_and_unmodified_variants(monkeypatch):
     """Packed copies are used in a variant of their own, before the one without."""
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(linear.ROWS))
     model, names = fusable(), []
     for variant in model_variants(model, {}, SPECS, quantizer=None):
         names.append(variant.name)
@@ -69,7 +68,7 @@ def test_copies_of_weights_are_in_memory_for_one_variant_at_a_time(monkeypatch):
             assert all(copy() is None for copy, number in copies if number < len(used))
             copies.append((weakref.ref(self), len(used)))
 
-    monkeypatch.setattr(linear, "COPIES", {"groups": Copy})
+    monkeypatch.setattr(linear, "GroupedCopy", Copy)
     model = fusable()
     for variant in model_variants(model, {}, SPECS, quantizer=None, batch_invariant=True):
         use(model, variant.overrides)

@@ -99,7 +99,6 @@ def test_wrong_states_are_rejected(tmp_path, monkeypatch):
 @pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 def test_linear_layers_of_mixers_are_packed(tmp_path, monkeypatch):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(linear, "groups_are_fastest", lambda dtype: True)
     model = save_tiny(HYBRID_FAMILIES["bamba"](), tmp_path)
     verify_model(model, block_size=4, kv_dtype=torch.float32)
     assert model.model.layers[0].mamba.in_proj.weight.numel() == 0
