@@ -305,6 +305,9 @@ def _new_file(text: str) -> Path:
 # --- charts --------------------------------------------------------------------------------------------------------
 
 
+LONG_LABEL = 40  # characters
+
+
 @dataclass(frozen=True)
 class Bars:
     """A part of a chart with a horizontal bar for each value, the first at the top."""
@@ -319,6 +322,11 @@ class Bars:
     def height(self) -> float:
         """Inches."""
         return 0.8 + 0.32 * len(self.values)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it has labels that leave no room for another panel beside it."""
+        return max(map(len, self.values), default=0) > LONG_LABEL
 
     def draw(self, axes: Axes) -> None:
         colors = [GREY if name in self.grey else GREEN for name in self.values]
@@ -344,6 +352,7 @@ class Lines:
     below: str  # label of the axis
     dotted: Collection[str] = ()
     height = 3.4  # inches
+    is_wide = False
 
     def draw(self, axes: Axes) -> None:
         ticks = sorted({x for line in self.lines.values() for x in line})
@@ -366,13 +375,18 @@ def number(value: float) -> str:
 
 
 def draw(panels: Sequence[Panel], file: Path, caption: str) -> None:
-    """Draw panels side by side, with a caption below."""
+    """Draw panels side by side, or one below the other if their labels are long, with a caption below."""
     from matplotlib.figure import Figure
 
     panels = panels or [Bars("nothing was measured", {})]
-    height = max(panel.height for panel in panels)
-    figure = Figure(figsize=(max(6.0, 4.2 * len(panels)), height), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    heights = [panel.height for panel in panels]
+    if any(panel.is_wide for panel in panels):
+        figure = Figure(figsize=(9.0, sum(heights)), layout="constrained")
+        plots = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
+    else:
+        figure = Figure(figsize=(max(6.0, 4.2 * len(panels)), max(heights)), layout="constrained")
+        plots = figure.subplots(1, len(panels), squeeze=False)
+    for axes, panel in zip(plots.flat, panels, strict=True):
         panel.draw(axes)
         axes.set_title(panel.title, fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)

@@ -5,6 +5,7 @@ import importlib
 import json
 import re
 import signal
+import struct
 import sys
 from pathlib import Path
 
@@ -171,6 +172,13 @@ def test_charts_show_the_recorded_figures(file, tmp_path):
     assert panels and all(shown)
     draw(panels, tmp_path / "chart.png", caption(report["run"]))
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("label", "is_higher"), [("one engine", False), ("a scenario and its engine, " * 3, True)])
+def test_panels_with_long_labels_are_below_each_other(label, is_higher, tmp_path):
+    draw([Bars("times", {label: 1.0})] * 3, tmp_path / "chart.png", "")
+    width, height = struct.unpack(">2I", (tmp_path / "chart.png").read_bytes()[16:24])
+    assert (3 * height > width) == is_higher
 
 
 # --- times on a device ---------------------------------------------------------------------------------------------
