@@ -203,9 +203,9 @@ class TimePlan:
         total, own = sum(self._parts.values()), self._parts.pop(part)
         return self.left() * (own / total if total else 1.0)
 
-    def left(self) -> float:
-        """Return the seconds until the command should end."""
-        return max(0.0, self._end - time.monotonic())
+    def left(self, reserved: str | None = None) -> float:
+        """Return the seconds until the command should end, without a round of a reserved part if it is planned."""
+        return max(0.0, self._end - time.monotonic() - self._parts.get(reserved or "", 0.0))
 
 
 # --- options -------------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class Bars:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it has labels that leave no room for another panel beside it."""
+        """Whether a label is so long that the panel needs a row of its own."""
         return max(map(len, self.values), default=0) > LONG_LABEL
 
     def draw(self, axes: Axes) -> None:

@@ -232,8 +232,8 @@ class Part(NamedTuple):
     name: str
     jobs: Sequence[Job]
     contestants: Sequence[str]
-    runs: int  # that a contestant's round takes as long as
-    rounds: int  # that it should have for each round of a part with 1
+    runs: int  # idle runs of a contestant that take as long as its round
+    rounds: int  # weight: rounds for each round of a part of weight 1
 
 
 @dataclass
@@ -288,20 +288,22 @@ class Contestants:
         return part.runs * sum(self.estimate(name, part.jobs) for name in part.contestants if name in self.available)
 
     def affordable(self, part: Part, seconds: float, most: float) -> Contestants:
-        """Return the contestants of a part but those that are too slow: one run takes more than `most` seconds, or a
-        round of all of them more than `seconds`. The slowest ones are left out."""
-        times = {name: self.estimate(name, part.jobs) for name in part.contestants if name in self.available}
-        kept = Contestants({name: self.available[name] for name in times}, dict(self.absent), self.paces)
-        for name in sorted(times.keys() - {OURS}, key=lambda name: -times[name]):
-            total = part.runs * sum(times.values())
-            if times[name] > most:
-                kept.leave_out([name], f"a run would take about {times[name]:.0f} s; the limit is {most:.0f} s")
+        """Return the contestants of a part, without slow peers.
+
+        A peer is slow if a run of it takes more than `most` seconds. If a round of the others takes more than
+        `seconds`, the slowest of them are left out until it does not.
+        """
+        available = {name: self.available[name] for name in part.contestants if name in self.available}
+        kept = Contestants(available, dict(self.absent), self.paces)
+        for name in sorted(kept.peers, key=lambda name: -self.estimate(name, part.jobs)):
+            own, total = self.estimate(name, part.jobs), kept.round_seconds(part)
+            if own > most:
+                kept.leave_out([name], f"a run would take about {own:.0f} s; the limit is {most:.0f} s")
             elif total > seconds:
                 left = f"{seconds:.0f} s of --minutes are left for them"
                 kept.leave_out([name], f"a round would take about {total:.0f} s; {left}")
             else:
                 break
-            del times[name]
         return kept
 
     def warm_up(self, jobs: Sequence[Job]) -> None:
@@ -331,10 +333,10 @@ def gather(args: Namespace, config: EngineConfig, assembly: Assembly, stack: Exi
             options = {"model": loaded, "dtype": args.dtype, "max_model_len": assembly.limits.max_model_len}
             add([VLLM_NAME], partial(_start_vllm, options, threads, stack))
         if "llama.cpp" in selected:
-            names = PEERS["llama.cpp"] if is_for_all else (LLAMA_CPP_NAME,)
+            names = [name for name in PEERS["llama.cpp"] if is_for_all or name in BUSY_PEERS]
             add(names, partial(_start_llama_cpp, names, loaded, args, threads, stack))
         if local and is_for_all:
-            names = tuple(name for peer in local for name in PEERS[peer])
+            names = [name for peer in local for name in PEERS[peer]]
             add(names, partial(_load_transformers, config, assembly, names, threads))
     return contestants
 
@@ -594,7 +596,7 @@ def compare(args: Namespace, options: Mapping[str, Any], plan: TimePlan) -> Iter
 
         def share(part: Part) -> tuple[Contestants, float]:
             seconds = plan.take(part.name)  # for more rounds; the first one may use all the time that is left
-            return contestants.affordable(part, plan.left() - SERVED_SECONDS, most), seconds
+            return contestants.affordable(part, plan.left(SERVED), most), seconds
 
         for scenario, part in zip(selected, measured, strict=True):
             kept, seconds = share(part)

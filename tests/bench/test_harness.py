@@ -13,7 +13,19 @@ import pytest
 import torch
 
 from paged_bench import _timing
-from paged_bench._harness import Bars, Benchmark, Option, Record, alternate, bounded, caption, count, draw, figures
+from paged_bench._harness import (
+    Bars,
+    Benchmark,
+    Option,
+    Record,
+    TimePlan,
+    alternate,
+    bounded,
+    caption,
+    count,
+    draw,
+    figures,
+)
 from paged_bench._timing import CACHES, rotations
 from tests.support.records import records_of, without_picture
 
@@ -172,6 +184,13 @@ def test_charts_show_the_recorded_figures(file, tmp_path):
     assert panels and all(shown)
     draw(panels, tmp_path / "chart.png", caption(report["run"]))
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_time_of_a_reserved_part_is_not_left_for_others():
+    plan = TimePlan(1.0)
+    plan.add("short", 1.0)
+    plan.add("long", 1e9)
+    assert plan.left("long") == 0 < plan.left("short") < plan.left("not planned") <= 60
 
 
 @pytest.mark.parametrize(("label", "is_higher"), [("one engine", False), ("a scenario and its engine, " * 3, True)])
