@@ -82,10 +82,10 @@ def test_every_family_matches_generate_with_grouped_weights(family, tmp_path, mo
     model = save_tiny(FAMILIES[family](), tmp_path)
     assembly = tiny_assembly(tmp_path)
     assert "with packed weights" in log_lines.text
+    expected = [generate_with_transformers(model, prompt, 12) for prompt in PROMPTS]
     with running(assembly) as engine:
-        assert engine.generate(PROMPTS, max_tokens=12) == [
-            generate_with_transformers(model, prompt, 12) for prompt in PROMPTS
-        ]
+        assert engine.generate(PROMPTS, max_tokens=12) == expected
+        assert [engine.generate([prompt], max_tokens=12)[0] for prompt in PROMPTS] == expected
 
 
 @compiled
