@@ -15,8 +15,9 @@ INTERVAL = 1.0  # seconds between two readings of the limits; one takes about 0.
 def count_threads(processes: int = 1) -> int:
     """Return the number of threads for one of several processes that share the cores evenly.
 
-    The number is that of the cores in the CPU affinity, limited by the cgroup quota and OMP_NUM_THREADS. Cores that
-    other processes keep busy count, too: no thread waits for one that lost its core (see pool.h).
+    A process gets its share of the cores in the CPU affinity, within the cgroup quota, but no more than
+    OMP_NUM_THREADS. Cores that other processes keep busy count, too: no thread waits for one that lost its core (see
+    pool.h).
 
     Raises ValueError if OMP_NUM_THREADS is not a positive integer.
     """
