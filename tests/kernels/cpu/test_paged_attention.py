@@ -22,6 +22,7 @@ from tests.support.pairwise import pairwise
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 COMPILED = {level: partial(native.paged_attention, level=level) for level in native.levels()}
 ATTEND = {"PyTorch": cpu.paged_attention, **COMPILED}
+TILED = {"amx", "amx_emulated"}  # with many rows they use tile instructions, which add in another order
 if shutil.which("g++"):
     assert {"plain", "amx_emulated"} <= COMPILED.keys()
 
@@ -187,6 +188,62 @@ def test_split_contexts_match_the_reference_on_any_number_of_threads(attend, spa
     threads(4)
     assert torch.equal(first, attend(*inputs.arrays, **inputs.settings))
     assert_close(first, expected, atol=1e-5, rtol=1e-5)
+
+
+# Sequences that begin with the blocks of the first one: queries, context, and tokens in these blocks
+IN_COMMON = (
+    (1, 1100, 0),
+    (1, 1090, 1024),  # two parts of 512 keys
+    (3, 700, 640),  # one part and a quarter
+    (1, 600, 0),
+    (1, 513, 512),
+    (1, 512, 480),
+    (3, 515, 512),
+    (40, 1080, 1024),
+    *((1, 560 + i, 512) for i in range(22)),  # more rows than an item has
+)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"group": 3, "sinks": True, "softcap": 4.0}, {"format": "int8", "head_dim": 80}, PACKED_LONG], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sequences_with_the_same_blocks_get_the_same_bits_as_alone(settings, dtype, monkeypatch):
+    monkeypatch.setitem(BATCHES, "common", tuple(row[:2] for row in IN_COMMON))
+    case = dataclasses.replace(Case("common", num_kv_heads=2, group=8, head_dim=64), **settings)
+    inputs = make_inputs(case, dtype)
+    query, cache, paging = inputs.arrays
+    paging = share_blocks(paging, [row[2] // case.block_size for row in IN_COMMON])
+    expected = paged_attention_reference(query, cache, paging, **inputs.settings)
+    alone = [one_sequence(query, paging, i) for i in range(len(IN_COMMON))]
+    for level, attend in COMPILED.items():
+        attended = attend(query, cache, paging, **inputs.settings)
+        assert_close(attended, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], msg=level)
+        if level not in TILED or dtype is torch.float32:
+            each = [attend(own, cache, of_one, **inputs.settings) for own, of_one in alone]
+            assert torch.equal(attended, torch.cat(each)), level
+
+
+def share_blocks(paging, counts):
+    """Give each sequence this many blocks of the first one."""
+    tables = paging.block_tables.clone()
+    for table, count in zip(tables, counts, strict=True):
+        table[:count] = tables[0, :count]
+    packed = paging.packed and share_blocks(paging.packed, counts)
+    return replace_paging(paging, block_tables=tables, packed=packed)
+
+
+def one_sequence(query, paging, number):
+    """Return the queries and addresses of one sequence of a batch."""
+    first, end = paging.query_starts[number : number + 2].tolist()
+    own = dict(
+        slots=paging.slots[first:end],
+        block_tables=paging.block_tables[number : number + 1],
+        context_lens=paging.context_lens[number : number + 1],
+        query_starts=torch.tensor([0, end - first], dtype=torch.int32),
+    )
+    packed = paging.packed and one_sequence(query, paging.packed, number)[1]
+    return query[first:end], replace_paging(paging, **own, packed=packed)
 
 
 @pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)

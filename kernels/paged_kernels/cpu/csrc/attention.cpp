@@ -429,10 +429,10 @@ void write_attended(const Attention& call, const Item& item, const void* memory)
   const int value_dim = call.cache.value_dim, group = call.num_heads / call.cache.num_kv_heads, rows = item.queries * group;
   for (int row = 0; row < rows; row++) {
     const float* sums = s.sums + (int64_t)row * s.out_stride;
-    if (item.partial) {
-      __builtin_memcpy(item.partial + (int64_t)row * value_dim, sums, 4 * value_dim);
-      item.partial[(int64_t)rows * value_dim + row] = s.maxima[row];
-      item.partial[(int64_t)rows * (value_dim + 1) + row] = s.denominators[row];
+    if (item.is_part) {
+      float* partial = item.partial(row, group, value_dim);
+      __builtin_memcpy(partial, sums, 4 * value_dim);
+      partial[value_dim] = s.maxima[row], partial[value_dim + 1] = s.denominators[row];
     } else {
       finish(call, item.first_query + row / group, item.kv_head * group + row % group, sums, s.maxima[row], s.denominators[row]);
     }
@@ -472,10 +472,9 @@ void merge(const Attention& call, const Merge& merge) {
     span.clear(width);
     one.clear(width);
     for (int part = 0; part < merge.parts; part++) {
-      const float* from = merge.item.partial + part * size;
-      __builtin_memcpy(one.sums, from + (int64_t)row * value_dim, 4 * value_dim);
-      one.maximum = from[(int64_t)rows * value_dim + row];
-      one.denominator = from[(int64_t)rows * (value_dim + 1) + row];
+      const float* from = merge.item.partial(row, group, value_dim) + part * size;
+      __builtin_memcpy(one.sums, from, 4 * value_dim);
+      one.maximum = from[value_dim], one.denominator = from[value_dim + 1];
       if (part && (merge.first_part + part) * (int64_t)merge.part_size % span_keys == 0) {
         total.add(span, width);
         span.clear(width);

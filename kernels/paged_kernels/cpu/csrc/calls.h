@@ -71,15 +71,28 @@ struct Attention {
   const void* sinks;  // [num_heads] or null
 };
 
+// A query of an item for several sequences.
+struct SharedQuery {
+  int token;
+  size_t offset;  // of the partials of its rows
+};
+
 // Consecutive queries of a sequence, with all heads of one KV head's group, over the keys [begin, end). Row
-// query * group + head is one query head.
+// query * group + head is one query head. Or queries of several sequences with the same blocks, which see all these keys.
 struct Item {
   int seq, kv_head, first_query, queries;
-  int position;  // of the first query
+  int position;  // of the first query; for several sequences: at least `end`
   int begin, end;
-  bool is_part = false;      // of a split context: the result goes to `partial`
-  size_t offset = 0;         // of `partial` in the memory of all partials, in floats
-  float* partial = nullptr;  // [rows, value_dim], then maxima [rows] and denominators [rows]
+  bool is_part = false;                 // of a split context: the result goes to the partials
+  size_t offset = 0;                    // of the partials of its rows, in floats
+  const SharedQuery* shared = nullptr;  // [queries], if they are of several sequences
+  float* partials = nullptr;            // memory of all; of a row: sums [value_dim], maximum and denominator
+
+  int token(int query) const { return shared ? shared[query].token : first_query + query; }
+  float* partial(int row, int group, int value_dim) const {
+    const int64_t at = shared ? row % group : row;
+    return partials + (shared ? shared[row / group].offset : offset) + at * (value_dim + 2);
+  }
 };
 
 struct Merge {  // the partials of items that differ in their keys only, stored one after the other

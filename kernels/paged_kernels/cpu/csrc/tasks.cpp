@@ -142,6 +142,57 @@ std::vector<Item> list_items(const Attention& call) {
   return items;
 }
 
+// Compares two items by the blocks of their keys, then by KV head. Keys: whole parts with the same positions.
+int compare_blocks(const Attention& call, const Item& a, const Item& b) {
+  const int size = call.cache.block_size, first = a.begin / size, number = ceil_div(a.end, size) - first;
+  const auto compare = [&](const int32_t* tables, int64_t stride) {
+    return std::memcmp(tables + a.seq * stride + first, tables + b.seq * stride + first, number * sizeof(int32_t));
+  };
+  if (const int order = compare(call.block_tables, call.table_stride)) return order;
+  if (const int order = call.packed_tables ? compare(call.packed_tables, call.packed_stride) : 0) return order;
+  return a.kv_head - b.kv_head;  // last: the heads of a block are adjacent in memory
+}
+
+using Parts = std::vector<Item>;  // of a context, by position
+
+// Adds an item for the same part of several contexts, whose keys are then read once. Or some, if they have many queries.
+void add_shared(const Attention& call, const Parts* begin, const Parts* end, size_t part, AttentionPlan& plan) {
+  const int group = call.num_heads / call.cache.num_kv_heads;
+  int rows = 0;
+  for (const Parts* one = begin; one < end; one++) rows += (*one)[part].queries * group;
+  const int64_t contexts = end - begin, per_item = ceil_div<int64_t>(contexts, ceil_div(rows, max_item_rows));
+  for (const Parts *first = begin, *last; first < end; first = last) {
+    last = std::min(end, first + per_item);
+    Item all = (*first)[part];
+    std::vector<SharedQuery>& queries = plan.of_items.emplace_back();
+    for (const Parts* one = first; one < last; one++) {
+      const Item& item = (*one)[part];
+      const size_t of_query = (size_t)group * (call.cache.value_dim + 2);
+      for (int q = 0; q < item.queries; q++) queries.push_back({item.first_query + q, item.offset + q * of_query});
+      all.position = std::min(all.position, item.position);
+    }
+    all.queries = (int)queries.size(), all.shared = queries.data();
+    plan.max_rows = std::max(plan.max_rows, all.queries * group);
+    plan.items.push_back(all);
+  }
+}
+
+// Adds the parts of contexts from number `part` on, whose parts before it are in the same blocks. Contexts whose blocks
+// differ in a part do not share later ones.
+void add_parts(const Attention& call, Parts* begin, Parts* end, size_t part, AttentionPlan& plan) {
+  begin = std::partition(begin, end, [&](const Parts& one) { return one.size() <= part; });
+  std::sort(begin, end, [&](const Parts& a, const Parts& b) { return compare_blocks(call, a[part], b[part]) < 0; });
+  for (Parts* last; begin < end; begin = last) {
+    last = std::find_if(begin + 1, end, [&](const Parts& one) { return compare_blocks(call, (*begin)[part], one[part]); });
+    if (last - begin == 1) {
+      plan.items.insert(plan.items.end(), begin->begin() + part, begin->end());
+      continue;
+    }
+    add_shared(call, begin, last, part, plan);
+    add_parts(call, begin, last, part + 1, plan);
+  }
+}
+
 class PackTask final : public Task {
  public:
   struct Full {
@@ -172,7 +223,7 @@ class AttentionTask final : public Task {
     void* scratch = worker.scratch(bytes_);
     worker.content = 0;
     Item one = plan_->items[item];
-    if (one.is_part) one.partial = partials_.get() + one.offset;
+    one.partials = partials_.get();
     const size_t next = item + threads();
     level_.attend(call_, one, next < plan_->items.size() ? &plan_->items[next] : nullptr, scratch);
     if (claim.commit()) level_.write_attended(call_, one, scratch);
@@ -193,7 +244,7 @@ class MergeTask final : public Task {
 
   void run(int item, Worker&, Claim&) const override {
     Merge merge = plan_->merges[item];
-    merge.item.partial = partials_.get() + merge.item.offset;
+    merge.item.partials = partials_.get();
     level_.merge(call_, merge);
   }
 
@@ -209,12 +260,15 @@ class MergeTask final : public Task {
 std::unique_ptr<Task> linear_task(const Level& level, const Linear& call) { return std::make_unique<LinearTask>(level, call); }
 
 // Splits long contexts at fixed positions, so that the result of a sequence does not depend on the rest of the batch.
+// Parts of several sequences that have the same blocks become one item, which reads their keys once.
 std::shared_ptr<const AttentionPlan> plan_attention(const Attention& call) {
   auto plan = std::make_shared<AttentionPlan>();
   const int group = call.num_heads / call.cache.num_kv_heads;
+  std::vector<Parts> may_share;  // the whole parts of each context, which others may have, too
   for (const Item& item : list_items(call)) {
     const int rows = item.queries * group, size = rows <= few_rows ? part_keys : span_keys;
     const int first = item.begin / size, parts = ceil_div(item.end, size) - first;
+    const int whole = size == part_keys && !call.window ? item.position / size : 0;  // parts whose keys are all before the queries
     plan->max_rows = std::max(plan->max_rows, rows);
     if (parts < 2) {
       plan->items.push_back(item);
@@ -223,6 +277,7 @@ std::shared_ptr<const AttentionPlan> plan_attention(const Attention& call) {
     Merge merge{item, parts, size, first};
     merge.item.offset = plan->partials;
     plan->merges.push_back(merge);
+    Parts whole_parts;
     for (int part = 0; part < parts; part++) {
       Item one = item;
       one.begin = std::max(item.begin, (first + part) * size);
@@ -230,9 +285,11 @@ std::shared_ptr<const AttentionPlan> plan_attention(const Attention& call) {
       one.is_part = true;
       one.offset = plan->partials;
       plan->partials += (size_t)rows * (call.cache.value_dim + 2);
-      plan->items.push_back(one);
+      (part < whole ? whole_parts : plan->items).push_back(one);
     }
+    if (whole) may_share.push_back(std::move(whole_parts));
   }
+  add_parts(call, may_share.data(), may_share.data() + may_share.size(), 0, *plan);
   std::stable_sort(plan->items.begin(), plan->items.end(), [&](const Item& a, const Item& b) { return cost_of(a, group) > cost_of(b, group); });
   return plan;
 }

@@ -2,6 +2,7 @@
 // number of threads.
 #pragma once
 #include <algorithm>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -43,8 +44,9 @@ class JoinedTask final : public Task {
 
 // The items of an attention call and of all others over the same sequences with the same window.
 struct AttentionPlan {
-  std::vector<Item> items;    // the expensive ones first; partial: offset from the start of the partials
-  std::vector<Merge> merges;  // of the items whose context is split
+  std::vector<Item> items;                        // the expensive ones first
+  std::vector<Merge> merges;                      // of the items whose context is split
+  std::deque<std::vector<SharedQuery>> of_items;  // the queries of items for several sequences
   size_t partials = 0;        // floats
   int max_rows = 0;           // query rows of an item
 };
