@@ -205,7 +205,9 @@ IN_COMMON = (
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"group": 3, "sinks": True, "softcap": 4.0}, {"format": "int8", "head_dim": 80}, PACKED_LONG], ids=str
+    "settings",
+    [{}, {"group": 3, "sinks": True, "softcap": 4.0}, {"format": "int8", "head_dim": 80}, PACKED_LONG],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sequences_with_the_same_blocks_get_the_same_bits_as_alone(settings, dtype, monkeypatch):

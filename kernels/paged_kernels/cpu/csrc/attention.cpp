@@ -177,27 +177,28 @@ INLINE void unpack_tile_values(const Attention& call, const Item& item, int star
 template <bool PAIRS>
 INLINE void softmax_row(const Attention& call, Scratch& s, int row, float* scores, uint32_t* weights, int low, int high, int count, int width) {
   const bool masked = low > 0 || high < count, scaled = call.cache.keys.scales != nullptr;
-  const float factor = call.scale * log2e;
+  const bool capped = call.softcap > 0;
+  const float factor = capped ? 1 : call.scale * log2e;
   vf top = splat(-infinity);
   for (int n = 0; n < count; n += W) {
     vf x = load<vf>(scores + n);
     if (scaled) x *= load<vf>(s.key_scales + n);
-    x = call.softcap > 0 ? tanh(x * (call.scale / call.softcap)) * (call.softcap * log2e) : x * factor;
+    if (capped) x = tanh(x * (call.scale / call.softcap)) * (call.softcap * log2e);
     if (masked) {
       vi key = lanes() + n;
       x = select((key >= low) & (key < high), x, splat(-infinity));
     }
-    store(scores + n, x);
+    if (scaled || capped || masked) store(scores + n, x);
     top = max_lanes(x, top);
   }
-  const float before = s.maxima[row], now = __builtin_fmaxf(before, reduce_max(top));
+  const float before = s.maxima[row], now = __builtin_fmaxf(before, reduce_max(top) * factor);
   const float base = now == -infinity ? 0 : now;
   vf sum = {};
   for (int n = 0; n < count; n += 2 * W) {
     vf x[2];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
-      x[i] = exp2<PAIRS>(load<vf>(scores + n + i * W) - base);
+      x[i] = exp2<PAIRS>(fma(load<vf>(scores + n + i * W), splat(factor), splat(-base)));
       sum += x[i];
       if (scaled) x[i] *= load<vf>(s.value_scales + n + i * W);
     }
@@ -310,7 +311,7 @@ INLINE void pack_query(const Attention& call, const Item& item, Scratch& s, int 
   for (int q = 0; q < item.queries; q++)
     for (int h = 0; h < group; h++) {
       uint32_t* to = s.query + (int64_t)(q * group + h) * s.query_stride;
-      const int64_t place = (item.first_query + q) * call.query.token_stride + (item.kv_head * group + h) * call.query.head_stride;
+      const int64_t place = item.token(q) * call.query.token_stride + (item.kv_head * group + h) * call.query.head_stride;
       const void* row = (const char*)call.query.data + place * bytes(call.type);
       alignas(64) float scaled[max_head_dim];
       if (call.cache.key_channels) row = scale_query(call, item.kv_head, row, scaled);
