@@ -214,7 +214,7 @@ void swiglu(const SwiGlu& call, int64_t begin, int64_t end) {
         const int count = call.width - d < W ? (int)(call.width - d) : W;
         vf x = widen<T>(at<T>(gate, d), count);
         vf power = x * -log2e;
-        vf silu = x / (1.0f + exp2(power > 127.0f ? splat(127.0f) : power));
+        vf silu = divide(x, 1.0f + exp2(power > 125.0f ? splat(125.0f) : power));
         narrow<T>(at<T>(out, d), rounded<T>(silu) * widen<T>(at<T>(up, d), count), count);
       }
     }

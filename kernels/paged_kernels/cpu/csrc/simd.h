@@ -102,39 +102,48 @@ INLINE int32_t reduce_add(vi x) {
   return sum;
 }
 
-// 2**x for x in [-infinity, 127]; 0 below -126, or with FAST anything up to 2**-126. The relative error is 2e-9 before
-// rounding, or 3e-6 with FAST.
+// 2**x for x in [-infinity, 127]; 0 below -126. The relative error is 2e-9 before rounding. FAST: with AVX-512, the error
+// is 3e-6, and the result below -126 is anything up to 2**-126.
 template <bool FAST = false>
 INLINE vf exp2(vf x) {
 #if defined(__AVX512F__)
   if constexpr (FAST) {
-    const vf f = (vf)_mm512_reduce_ps((__m512)x, 1);  // x - floor(x)
+    const vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
     vf p = fma(splat(1.353416792e-2f), f, splat(5.201146061e-2f));
     p = fma(p, f, splat(2.414427569e-1f));
     p = fma(p, f, splat(6.930038345e-1f));
     p = fma(p, f, splat(1.000002593f));
     return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2**floor(x)
   }
+  const vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT);  // x - its nearest integer
+#else
+  const vf inside = x < -126.0f ? splat(-126.0f) : x;  // keeps NaN
+  const vf shifted = inside + 12582912.0f;             // 1.5 * 2**23 rounds to an integer
+  const vf f = inside - (shifted - 12582912.0f);
 #endif
-  vf inside = x < -126.0f ? splat(-126.0f) : x;  // keeps NaN
-  vf shifted = inside + 12582912.0f;             // 1.5 * 2**23 rounds to an integer
-  vf f = inside - (shifted - 12582912.0f);
-  vf p;
-  if constexpr (FAST) {
-    p = fma(splat(9.570101276e-3f), f, splat(5.591785908e-2f));
-    p = fma(p, f, splat(2.402474433e-1f));
-    p = fma(p, f, splat(6.931217909e-1f));
-    p = fma(p, f, splat(9.999992847e-1f));
-  } else {
-    p = fma(splat(1.534581097e-4f), f, splat(1.339993091e-3f));
-    p = fma(p, f, splat(9.618489072e-3f));
-    p = fma(p, f, splat(5.550328642e-2f));
-    p = fma(p, f, splat(2.402264625e-1f));
-    p = fma(p, f, splat(6.931471825e-1f));
-    p = fma(p, f, splat(1.0f));
-  }
-  vf power = as_float((as_bits(shifted) << 23) + 0x3F800000u);  // for NaN any number: the product is NaN
+  vf p = fma(splat(1.534581097e-4f), f, splat(1.339993091e-3f));
+  p = fma(p, f, splat(9.618489072e-3f));
+  p = fma(p, f, splat(5.550328642e-2f));
+  p = fma(p, f, splat(2.402264625e-1f));
+  p = fma(p, f, splat(6.931471825e-1f));
+  p = fma(p, f, splat(1.0f));
+#if defined(__AVX512F__)
+  const vf nearest = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+  return (vf)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.0f), _CMP_NLT_UQ), (__m512)p, (__m512)nearest);
+#else
+  const vf power = as_float((as_bits(shifted) << 23) + 0x3F800000u);  // for NaN any number: the product is NaN
   return x < -126.0f ? vf{} : p * power;
+#endif
+}
+
+// a / b for b from 1 to 2**126, with an error of up to two units in the last place.
+INLINE vf divide(vf a, vf b) {
+#if defined(__AVX512F__)  // a division takes as long as 16 products
+  vf inverse = (vf)_mm512_rcp14_ps((__m512)b);
+  return a * fma(inverse, fma(-b, inverse, splat(1.0f)), inverse);
+#else
+  return a / b;
+#endif
 }
 
 INLINE float exp2(float x) { return exp2(splat(x))[0]; }
