@@ -99,8 +99,16 @@ INLINE void normalize(float* row, int head_dim, const void* weight, float eps) {
 // Rotates row [head_dim], and rounds it to the model's type.
 template <Type T>
 INLINE void rotate_row(float* row, int head_dim, const float* cos, const float* sin) {
-  alignas(64) float swapped[max_head_dim + W] = {};
   const int half = head_dim / 2;
+  if (half % W == 0) {
+    for (int d = 0; d < half; d += W) {
+      const vf first = load<vf>(row + d), second = load<vf>(row + d + half);
+      store(row + d, rounded<T>(first * load<vf>(cos + d) + -second * load<vf>(sin + d)));
+      store(row + d + half, rounded<T>(second * load<vf>(cos + d + half) + first * load<vf>(sin + d + half)));
+    }
+    return;
+  }
+  alignas(64) float swapped[max_head_dim + W] = {};
   for (int d = 0; d < half; d++) swapped[d] = -row[d + half], swapped[d + half] = row[d];
   for (int d = 0; d < head_dim; d += W)
     store(row + d, rounded<T>(load<vf>(row + d) * load<vf>(cos + d) + load<vf>(swapped + d) * load<vf>(sin + d)));
