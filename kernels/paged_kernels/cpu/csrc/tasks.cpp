@@ -142,7 +142,7 @@ std::vector<Item> list_items(const Attention& call) {
   return items;
 }
 
-// Compares two items by the blocks of their keys, then by KV head. Keys: whole parts with the same positions.
+// Compares two items by the blocks of their keys, then by KV head. The keys must be whole parts at the same positions.
 int compare_blocks(const Attention& call, const Item& a, const Item& b) {
   const int size = call.cache.block_size, first = a.begin / size, number = ceil_div(a.end, size) - first;
   const auto compare = [&](const int32_t* tables, int64_t stride) {
@@ -155,7 +155,8 @@ int compare_blocks(const Attention& call, const Item& a, const Item& b) {
 
 using Parts = std::vector<Item>;  // of a context, by position
 
-// Adds an item for the same part of several contexts, whose keys are then read once. Or some, if they have many queries.
+// Adds an item for the same part of several contexts, whose keys are then read once; or several items, if the contexts have
+// many queries.
 void add_shared(const Attention& call, const Parts* begin, const Parts* end, size_t part, AttentionPlan& plan) {
   const int group = call.num_heads / call.cache.num_kv_heads;
   int rows = 0;
@@ -177,7 +178,7 @@ void add_shared(const Attention& call, const Parts* begin, const Parts* end, siz
   }
 }
 
-// Adds the parts of contexts from number `part` on, whose parts before it are in the same blocks. Contexts whose blocks
+// Adds the parts of contexts from number `part` on. Their parts before it are in the same blocks: contexts whose blocks
 // differ in a part do not share later ones.
 void add_parts(const Attention& call, Parts* begin, Parts* end, size_t part, AttentionPlan& plan) {
   begin = std::partition(begin, end, [&](const Parts& one) { return one.size() <= part; });

@@ -47,8 +47,8 @@ struct AttentionPlan {
   std::vector<Item> items;                        // the expensive ones first
   std::vector<Merge> merges;                      // of the items whose context is split
   std::deque<std::vector<SharedQuery>> of_items;  // the queries of items for several sequences
-  size_t partials = 0;        // floats
-  int max_rows = 0;           // query rows of an item
+  size_t partials = 0;                            // floats
+  int max_rows = 0;                               // query rows of an item
 };
 
 // Throws std::runtime_error for blocks outside the pool and for sequences with more queries than context.
