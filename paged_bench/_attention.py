@@ -238,7 +238,12 @@ def paged(prepared: AttentionInputs) -> Call:
 
 
 def paged_by_each(prepared: AttentionInputs) -> Call:
-    """Run our kernel without the shared prefix pass: every sequence reads the prefix separately."""
+    """Run our kernel without the shared prefix pass: every sequence reads the prefix separately.
+
+    Raises Unavailable on a CPU, where the kernel finds shared blocks itself.
+    """
+    if prepared.device.type == "cpu":
+        raise Unavailable("the C++ kernels always read shared blocks once")
     return _paged(prepared, [prepared.paging(index) for index in range(prepared.count)])
 
 

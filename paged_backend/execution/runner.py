@@ -248,8 +248,8 @@ class Runner:
 
 
 def _gqa_group(model: PreTrainedModel, device: torch.device, cache: LayerCache) -> int | None:
-    """Return the query heads per KV head; None on a CPU and with batch-invariant attention, which read a shared prefix
-    once per sequence."""
+    """Return the query heads per KV head; None if the batch needs no groups of shared prefixes: CPU kernels find shared
+    blocks themselves, and batch-invariant attention on a GPU reads a prefix once per sequence."""
     if device.type == "cpu" or cache.batch_invariant:
         return None
     config = model.config.get_text_config()

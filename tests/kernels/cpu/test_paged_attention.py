@@ -51,6 +51,14 @@ def test_groups_of_any_size_match_reference(group, head_dim, format):
         test_matches_reference(Case(batch, group=group, head_dim=head_dim, format=format), dtype)
 
 
+@pytest.mark.parametrize(("scale", "size"), [(0.0, 1), (-0.1, 1), (0.125, 1e9)])
+def test_scores_of_any_sign_and_size_match_reference(scale, size):
+    query, cache, paging = make_inputs(Case("mixed"), torch.float32).arrays
+    expected = paged_attention_reference(size * query, cache, paging, scale=scale)
+    for name, attend in ATTEND.items():
+        assert_close(attend(size * query, cache, paging, scale=scale), expected, atol=1e-5, rtol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_packed_blocks_match_reference(dtype):
     for case in PACKED:

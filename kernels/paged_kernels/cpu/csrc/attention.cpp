@@ -177,18 +177,18 @@ INLINE void unpack_tile_values(const Attention& call, const Item& item, int star
 template <bool PAIRS>
 INLINE void softmax_row(const Attention& call, Scratch& s, int row, float* scores, uint32_t* weights, int low, int high, int count, int width) {
   const bool masked = low > 0 || high < count, scaled = call.cache.keys.scales != nullptr;
-  const bool capped = call.softcap > 0;
-  const float factor = capped ? 1 : call.scale * log2e;
+  const bool capped = call.softcap > 0, late = !capped && call.scale > 0;  // late: scores are scaled after their maximum is known
+  const float scale = call.scale * log2e, factor = late ? scale : 1;
   vf top = splat(-infinity);
   for (int n = 0; n < count; n += W) {
     vf x = load<vf>(scores + n);
     if (scaled) x *= load<vf>(s.key_scales + n);
-    if (capped) x = tanh(x * (call.scale / call.softcap)) * (call.softcap * log2e);
+    if (!late) x = capped ? tanh(x * (call.scale / call.softcap)) * (call.softcap * log2e) : x * scale;
     if (masked) {
       vi key = lanes() + n;
       x = select((key >= low) & (key < high), x, splat(-infinity));
     }
-    if (scaled || capped || masked) store(scores + n, x);
+    if (scaled || !late || masked) store(scores + n, x);
     top = max_lanes(x, top);
   }
   const float before = s.maxima[row], now = __builtin_fmaxf(before, reduce_max(top) * factor);
@@ -198,7 +198,7 @@ INLINE void softmax_row(const Attention& call, Scratch& s, int row, float* score
     vf x[2];
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
-      x[i] = exp2<PAIRS>(fma(load<vf>(scores + n + i * W), splat(factor), splat(-base)));
+      x[i] = exp2<PAIRS>(load<vf>(scores + n + i * W) * factor - base);  // not fused: 0 for the largest score
       sum += x[i];
       if (scaled) x[i] *= load<vf>(s.value_scales + n + i * W);
     }

@@ -78,7 +78,8 @@ struct SharedQuery {
 };
 
 // Consecutive queries of a sequence, with all heads of one KV head's group, over the keys [begin, end). Row
-// query * group + head is one query head. Or queries of several sequences with the same blocks, which see all these keys.
+// query * group + head is one query head. An item can also hold queries of several sequences with the same blocks. Each of
+// them sees all of the item's keys.
 struct Item {
   int seq, kv_head, first_query, queries;
   int position;  // of the first query; for several sequences: at least `end`
@@ -86,7 +87,7 @@ struct Item {
   bool is_part = false;                 // of a split context: the result goes to the partials
   size_t offset = 0;                    // of the partials of its rows, in floats
   const SharedQuery* shared = nullptr;  // [queries], if they are of several sequences
-  float* partials = nullptr;            // memory of all; of a row: sums [value_dim], maximum and denominator
+  float* partials = nullptr;            // all partials; each row has its sums [value_dim], maximum and denominator
 
   int token(int query) const { return shared ? shared[query].token : first_query + query; }
   float* partial(int row, int group, int value_dim) const {
@@ -203,7 +204,7 @@ struct Level {
   size_t (*scratch)(const Attention&, int max_rows);  // bytes of scratch memory for attend, aligned to 64
   // next_item: the item that this thread probably runs next, whose first keys and values are prefetched; or null.
   void (*attend)(const Attention&, const Item&, const Item* next_item, void* scratch);
-  void (*write_attended)(const Attention&, const Item&, const void* scratch);  // after attend, to out or item.partial
+  void (*write_attended)(const Attention&, const Item&, const void* scratch);  // after attend, to out or the partials
   void (*merge)(const Attention&, const Merge&);
   void (*write)(const Write&, int64_t begin, int64_t end);  // range of tokens
   void (*pack)(const Cache&, int64_t block, int64_t packed, int kv_head);  // from one block to a packed one

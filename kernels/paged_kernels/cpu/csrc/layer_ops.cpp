@@ -100,7 +100,7 @@ INLINE void normalize(float* row, int head_dim, const void* weight, float eps) {
 template <Type T>
 INLINE void rotate_row(float* row, int head_dim, const float* cos, const float* sin) {
   const int half = head_dim / 2;
-  if (half % W == 0) {
+  if (head_dim % (2 * W) == 0) {
     for (int d = 0; d < half; d += W) {
       const vf first = load<vf>(row + d), second = load<vf>(row + d + half);
       store(row + d, rounded<T>(first * load<vf>(cos + d) + -second * load<vf>(sin + d)));

@@ -103,7 +103,7 @@ INLINE int32_t reduce_add(vi x) {
 }
 
 // 2**x for x in [-infinity, 127]; 0 below -126. The relative error is 2e-9 before rounding. FAST: with AVX-512, the error
-// is 3e-6, and the result below -126 is anything up to 2**-126.
+// is 3e-6, and below -126 the result is some value from 0 to 2**-126.
 template <bool FAST = false>
 INLINE vf exp2(vf x) {
 #if defined(__AVX512F__)
@@ -138,7 +138,7 @@ INLINE vf exp2(vf x) {
 
 // a / b for b from 1 to 2**126, with an error of up to two units in the last place.
 INLINE vf divide(vf a, vf b) {
-#if defined(__AVX512F__)  // a division takes as long as 16 products
+#if defined(__AVX512F__)  // a division of 16 numbers is slow (Sapphire Rapids)
   vf inverse = (vf)_mm512_rcp14_ps((__m512)b);
   return a * fma(inverse, fma(-b, inverse, splat(1.0f)), inverse);
 #else

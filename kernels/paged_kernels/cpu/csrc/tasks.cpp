@@ -142,33 +142,30 @@ std::vector<Item> list_items(const Attention& call) {
   return items;
 }
 
-// Compares two items by the blocks of their keys, then by KV head. The keys must be whole parts at the same positions.
+// Compares two items by the blocks that they read, then by KV head. Both must be the same whole part.
 int compare_blocks(const Attention& call, const Item& a, const Item& b) {
-  const int size = call.cache.block_size, first = a.begin / size, number = ceil_div(a.end, size) - first;
-  const auto compare = [&](const int32_t* tables, int64_t stride) {
-    return std::memcmp(tables + a.seq * stride + first, tables + b.seq * stride + first, number * sizeof(int32_t));
+  const int size = call.cache.block_size, begin = a.begin / size, end = ceil_div(a.end, size);
+  const auto compare = [&](const int32_t* tables, int64_t stride, int from, int to) {
+    return from < to ? std::memcmp(tables + a.seq * stride + from, tables + b.seq * stride + from, (to - from) * sizeof(int32_t)) : 0;
   };
-  if (const int order = compare(call.block_tables, call.table_stride)) return order;
-  if (const int order = call.packed_tables ? compare(call.packed_tables, call.packed_stride) : 0) return order;
+  const int packed = call.packed_tables ? std::max(begin, 1) : end;  // number of the first packed block
+  if (const int order = compare(call.block_tables, call.table_stride, begin, packed)) return order;
+  if (const int order = compare(call.packed_tables, call.packed_stride, packed, end)) return order;
   return a.kv_head - b.kv_head;  // last: the heads of a block are adjacent in memory
 }
 
 using Parts = std::vector<Item>;  // of a context, by position
 
-// Adds an item for the same part of several contexts, whose keys are then read once; or several items, if the contexts have
-// many queries.
+// Adds an item for the same part of several contexts, whose keys are then read once; or several items, of max_item_rows each.
 void add_shared(const Attention& call, const Parts* begin, const Parts* end, size_t part, AttentionPlan& plan) {
   const int group = call.num_heads / call.cache.num_kv_heads;
-  int rows = 0;
-  for (const Parts* one = begin; one < end; one++) rows += (*one)[part].queries * group;
-  const int64_t contexts = end - begin, per_item = ceil_div<int64_t>(contexts, ceil_div(rows, max_item_rows));
-  for (const Parts *first = begin, *last; first < end; first = last) {
-    last = std::min(end, first + per_item);
-    Item all = (*first)[part];
+  const size_t of_query = (size_t)group * (call.cache.value_dim + 2);
+  while (begin < end) {
+    Item all = (*begin)[part];
     std::vector<SharedQuery>& queries = plan.of_items.emplace_back();
-    for (const Parts* one = first; one < last; one++) {
-      const Item& item = (*one)[part];
-      const size_t of_query = (size_t)group * (call.cache.value_dim + 2);
+    for (; begin < end; begin++) {
+      const Item& item = (*begin)[part];
+      if (!queries.empty() && ((int)queries.size() + item.queries) * group > max_item_rows) break;
       for (int q = 0; q < item.queries; q++) queries.push_back({item.first_query + q, item.offset + q * of_query});
       all.position = std::min(all.position, item.position);
     }
@@ -178,8 +175,8 @@ void add_shared(const Attention& call, const Parts* begin, const Parts* end, siz
   }
 }
 
-// Adds the parts of contexts from number `part` on. Their parts before it are in the same blocks: contexts whose blocks
-// differ in a part do not share later ones.
+// Adds the parts of contexts from number `part` on. All earlier parts of these contexts must be in the same blocks. Contexts
+// that differ in a part share no later one.
 void add_parts(const Attention& call, Parts* begin, Parts* end, size_t part, AttentionPlan& plan) {
   begin = std::partition(begin, end, [&](const Parts& one) { return one.size() <= part; });
   std::sort(begin, end, [&](const Parts& a, const Parts& b) { return compare_blocks(call, a[part], b[part]) < 0; });
@@ -265,7 +262,7 @@ std::unique_ptr<Task> linear_task(const Level& level, const Linear& call) { retu
 std::shared_ptr<const AttentionPlan> plan_attention(const Attention& call) {
   auto plan = std::make_shared<AttentionPlan>();
   const int group = call.num_heads / call.cache.num_kv_heads;
-  std::vector<Parts> may_share;  // the whole parts of each context, which others may have, too
+  std::vector<Parts> may_share;  // by context, the parts that other contexts may have, too
   for (const Item& item : list_items(call)) {
     const int rows = item.queries * group, size = rows <= few_rows ? part_keys : span_keys;
     const int first = item.begin / size, parts = ceil_div(item.end, size) - first;
