@@ -325,7 +325,7 @@ class Bars:
 
     @property
     def is_wide(self) -> bool:
-        """Whether a label is so long that the panel needs a row of its own."""
+        """Whether its labels are too long for another panel beside it."""
         return max(map(len, self.values), default=0) > LONG_LABEL
 
     def draw(self, axes: Axes) -> None:

@@ -94,7 +94,7 @@ class GenerateRequest:
 
     @cached_property
     def is_greedy(self) -> bool:
-        """Whether every token is the one with the largest logit of the model, and no optional output is requested."""
+        """Whether each token is the model's most likely one, and no optional output is requested."""
         sampling = self.sampling
         changed = sampling.temperature > 0 or sampling.beam_width > 1 or sampling.has_penalty or self.constrains_logits
         return not (changed or self.token_outputs)

@@ -7,6 +7,7 @@ import torch
 
 from paged_backend.models.quantization import quantize as quantize_weight
 from paged_kernels.cpu import native
+from paged_kernels.cpu.build import WITHOUT_TILES
 from paged_kernels.cpu.packed_linear import pack_linear
 from paged_kernels.layer_cache import FORMATS, LayerCache, pack_full_blocks, plain_channels, quantize
 from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks
@@ -14,8 +15,7 @@ from paged_kernels.paging import Paging
 from tests.support.attention_cases import replace_paging
 from tests.support.pairwise import pairwise
 
-TILED = {"amx", "amx_emulated"}  # with many rows they use tile instructions, which add in another order
-LEVELS = [level for level in native.levels() if level not in TILED]
+LEVELS = [level for level in native.levels() if level not in WITHOUT_TILES]  # tiles add in another order
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTH = 1300  # three parts, the last one with a short tile
 

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from paged_kernels import ops
 from paged_kernels.cpu import native
 from paged_kernels.cpu import paged_attention as cpu
+from paged_kernels.cpu.build import WITHOUT_TILES
 from paged_kernels.layer_cache import FORMATS, LayerCache, pack_full_blocks, plain_channels
 from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks, is_packed
 from paged_kernels.paged_attention import paged_attention_reference
@@ -22,7 +23,6 @@ from tests.support.pairwise import pairwise
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 COMPILED = {level: partial(native.paged_attention, level=level) for level in native.levels()}
 ATTEND = {"PyTorch": cpu.paged_attention, **COMPILED}
-TILED = {"amx", "amx_emulated"}  # with many rows they use tile instructions, which add in another order
 if shutil.which("g++"):
     assert {"plain", "amx_emulated"} <= COMPILED.keys()
 
@@ -229,7 +229,7 @@ def test_sequences_with_the_same_blocks_get_the_same_bits_as_alone(settings, dty
     for level, attend in COMPILED.items():
         attended = attend(query, cache, paging, **inputs.settings)
         assert_close(attended, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], msg=level)
-        if level not in TILED or dtype is torch.float32:
+        if level not in WITHOUT_TILES or dtype is torch.float32:
             each = [attend(own, cache, of_one, **inputs.settings) for own, of_one in alone]
             assert torch.equal(attended, torch.cat(each)), level
 

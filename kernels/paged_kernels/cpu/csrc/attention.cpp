@@ -458,7 +458,7 @@ void attend(const Attention& call, const Item& item, const Item* next_item, void
 void merge(const Attention& call, const Merge& merge) {
   const int value_dim = call.cache.value_dim, group = call.num_heads / call.cache.num_kv_heads;
   const int rows = merge.item.queries * group, width = round_up(value_dim, W);
-  const int64_t size = (int64_t)rows * (value_dim + 2);
+  const int64_t size = rows * partial_floats(value_dim);
   struct alignas(64) Result {
     float sums[max_head_dim + W], maximum, denominator;
 

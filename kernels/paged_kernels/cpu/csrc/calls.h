@@ -71,6 +71,9 @@ struct Attention {
   const void* sinks;  // [num_heads] or null
 };
 
+// The size of the partial of a row, in floats: its sums [value_dim], maximum and denominator.
+static constexpr int64_t partial_floats(int value_dim) { return value_dim + 2; }
+
 // A query of an item for several sequences.
 struct SharedQuery {
   int token;
@@ -87,12 +90,12 @@ struct Item {
   bool is_part = false;                 // of a split context: the result goes to the partials
   size_t offset = 0;                    // of the partials of its rows, in floats
   const SharedQuery* shared = nullptr;  // [queries], if they are of several sequences
-  float* partials = nullptr;            // all partials; each row has its sums [value_dim], maximum and denominator
+  float* partials = nullptr;            // all partials
 
   int token(int query) const { return shared ? shared[query].token : first_query + query; }
   float* partial(int row, int group, int value_dim) const {
     const int64_t at = shared ? row % group : row;
-    return partials + (shared ? shared[row / group].offset : offset) + at * (value_dim + 2);
+    return partials + (shared ? shared[row / group].offset : offset) + at * partial_floats(value_dim);
   }
 };
 

@@ -159,7 +159,7 @@ using Parts = std::vector<Item>;  // of a context, by position
 // Adds an item for the same part of several contexts, whose keys are then read once; or several items, of max_item_rows each.
 void add_shared(const Attention& call, const Parts* begin, const Parts* end, size_t part, AttentionPlan& plan) {
   const int group = call.num_heads / call.cache.num_kv_heads;
-  const size_t of_query = (size_t)group * (call.cache.value_dim + 2);
+  const size_t of_query = group * partial_floats(call.cache.value_dim);
   while (begin < end) {
     Item all = (*begin)[part];
     std::vector<SharedQuery>& queries = plan.of_items.emplace_back();
@@ -282,7 +282,7 @@ std::shared_ptr<const AttentionPlan> plan_attention(const Attention& call) {
       one.end = std::min(item.end, (first + part + 1) * size);
       one.is_part = true;
       one.offset = plan->partials;
-      plan->partials += (size_t)rows * (call.cache.value_dim + 2);
+      plan->partials += rows * partial_floats(call.cache.value_dim);
       (part < whole ? whole_parts : plan->items).push_back(one);
     }
     if (whole) may_share.push_back(std::move(whole_parts));
