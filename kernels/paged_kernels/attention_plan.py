@@ -4,6 +4,7 @@ A plan depends only on what the host knows about a step, so the layers of a step
 come from `launch_table`, the number of splits from the batch and the device. Imports no triton.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -36,18 +37,24 @@ class Choice(NamedTuple):
 
 
 CHOICES = tuple(Choice(splits, small_tiles) for splits in (1, 2) for small_tiles in (False, True))
-_forced: Choice | None = None
+
+
+class _Thread(threading.local):
+    forced: Choice | None = None
+
+
+_thread = _Thread()
 
 
 @contextmanager
 def force(choice: Choice) -> Iterator[None]:
-    """Make the plans of all launches follow `choice` instead of the sizes of the step, so that each is compiled."""
-    global _forced
-    previous, _forced = _forced, choice
+    """Make the plans of this thread's launches follow `choice` instead of the sizes of the step, so that each is
+    compiled."""
+    previous, _thread.forced = _thread.forced, choice
     try:
         yield
     finally:
-        _forced = previous
+        _thread.forced = previous
 
 
 # --- tiles and splits -------------------------------------------------------------------------------------------------
@@ -125,7 +132,7 @@ def launch_shape(
 
     large = tile(max_query_len)
     programs = (num_tokens * heads // large.block_m + 1) * num_kv_heads * -(-group // heads)
-    too_few = _forced.small_tiles if _forced else programs < multiprocessors
+    too_few = _thread.forced.small_tiles if _thread.forced else programs < multiprocessors
     if large.block_m > 64 >= rows and too_few:  # halves the rows per tile, doubles the programs
         large = tile(1)._replace(block_m=64)
     return LaunchShape(heads, small, large)
@@ -156,8 +163,8 @@ def count_splits(programs: int, max_len: int, multiprocessors: int) -> int:
     occupancy is programs * s / multiprocessors divided by that: for 136 programs on 132 multiprocessors it is 0.52
     with one split and 0.88 with six. The result is the smallest number within a tenth of the best occupancy.
     """
-    if _forced:
-        return _forced.splits
+    if _thread.forced:
+        return _thread.forced.splits
     most = min(MAX_SPLITS, power_of_two(max_len) // MIN_SPLIT)
     if most <= 1 or programs <= 0:
         return 1

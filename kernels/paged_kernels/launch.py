@@ -1,5 +1,6 @@
 """Launches of kernels, and the device that they run on. Imports no triton."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,35 +44,54 @@ class Launch:
 
     def run(self) -> Any:
         """Launch the kernel. Returns the compiled kernel, or None in the interpreter and if it was intercepted."""
-        if _handler is not None:
-            return _handler(self)
+        if _thread.handler is not None:
+            return _thread.handler(self)
         return self.kernel[self.grid](**self.arguments)
 
 
-_handler: Callable[[Launch], None] | None = None  # takes all launches of the process
+Counters = dict[tuple[torch.device, int], list[Tensor]]  # zeros by device and stream
+
+
+class _Thread(threading.local):
+    """What affects the launches of the current thread. Another thread may run another engine."""
+
+    handler: Callable[[Launch], None] | None = None  # takes all launches
+    counters: Counters | None = None
+
+
+_thread = _Thread()
+_counters: Counters = {}
 
 
 @contextmanager
 def intercept_launches(handler: Callable[[Launch], None]) -> Iterator[None]:
-    """Hand all launches of the process to `handler`, instead of launching them."""
-    global _handler
-    previous, _handler = _handler, handler
+    """Hand all launches of this thread to `handler`, instead of launching them."""
+    previous, _thread.handler = _thread.handler, handler
     try:
         yield
     finally:
-        _handler = previous
+        _thread.handler = previous
 
 
-_zeroed: dict[torch.device, list[Tensor]] = {}
+@contextmanager
+def own_counters(counters: Counters) -> Iterator[None]:
+    """Take the zeros of this thread's launches from `counters`. For CUDA graphs, which run on any stream later."""
+    previous, _thread.counters = _thread.counters, counters
+    try:
+        yield
+    finally:
+        _thread.counters = previous
 
 
 def zeros(count: int, device: torch.device) -> Tensor:
     """Return at least `count` int32 zeros, which kernels may change if they leave zeros behind.
 
-    All launches of a device share them, since they run one after the other. Earlier and smaller tensors are kept for
+    All launches on a stream share them, since they run one after the other. Earlier and smaller tensors are kept for
     the CUDA graphs that use them.
     """
-    made = _zeroed.setdefault(device, [])
+    counters = _counters if _thread.counters is None else _thread.counters
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    made = counters.setdefault((device, stream), [])
     if not made or len(made[-1]) < count:
         made.append(torch.zeros(power_of_two(count), dtype=torch.int32, device=device))
     return made[-1]

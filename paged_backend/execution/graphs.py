@@ -27,6 +27,7 @@ from torch.nn.functional import pad
 from paged_backend.execution.batch import PackedBatch, UniformBatch, resolve_placeholders
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.sampling.sampler import SamplingBatch, pad_metadata, resolve_tokens
+from paged_kernels.launch import Counters, own_counters
 from paged_kernels.ops import sample, step_inputs
 from paged_kernels.paging import MAX_GROUPS, Paging, SharedPrefixes
 from paged_kernels.sampling_metadata import SamplingMetadata
@@ -348,8 +349,13 @@ class CudaGraphCapture:
         self._stream = _capture_stream(torch.cuda.current_device())
         self._pool: Any = None
         self._logits: Tensor | None = None
+        self._counters: Counters = {}
 
     def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        with own_counters(self._counters):
+            return self._captured(step)
+
+    def _captured(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def run() -> Tensor:
             logits = step()
             return logits if self._logits is None else self._logits[: len(logits)].copy_(logits)

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from paged_kernels.compilation import compile_ahead
-from paged_kernels.launch import Launch, intercept_launches
+from paged_kernels.attention_plan import Choice, count_splits, force
+from paged_kernels.launch import Launch, intercept_launches, own_counters, zeros
 
 SCRIPT = """
 import sys
@@ -51,6 +53,18 @@ except triton.CompilationError:
 """
 
 
+class Kernel:
+    def __getitem__(self, grid):
+        return lambda **arguments: (grid, arguments)
+
+
+@pytest.fixture
+def run_apart():
+    """Run a function in another thread, and return its result."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda function: pool.submit(function).result()
+
+
 def test_kernels_are_compiled_and_errors_wait_for_the_launch(compiled_environment, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -68,10 +82,6 @@ def test_nothing_runs_without_a_gpu():
 
 
 def test_launches_are_intercepted_until_the_end_of_the_context():
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda **arguments: (grid, arguments)
-
     launch, taken = Launch(Kernel(), (3,), {"x": 1}), []
     results = []
 
@@ -85,3 +95,20 @@ def test_launches_are_intercepted_until_the_end_of_the_context():
         launch.run()
     assert (taken, results) == ([launch, launch], [None])
     assert launch.run() == ((3,), {"x": 1})
+
+
+def test_launches_of_other_threads_run_while_those_of_one_are_intercepted(run_apart):
+    with intercept_launches(lambda launch: None), force(Choice(splits=2, small_tiles=False)):
+        assert run_apart(Launch(Kernel(), (3,), {"x": 1}).run) == ((3,), {"x": 1})
+        assert (count_splits(1, 16, 132), run_apart(lambda: count_splits(1, 16, 132))) == (2, 1)
+
+
+def test_graphs_of_two_engines_do_not_share_counters():
+    device, first, second = torch.device("cpu"), {}, {}
+    shared = zeros(8, device)
+    with own_counters(first):
+        counters = zeros(8, device)
+        with own_counters(second):
+            assert zeros(8, device) is not counters
+        assert zeros(4, device) is counters
+    assert zeros(8, device) is shared is not counters
