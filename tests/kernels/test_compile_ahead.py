@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from paged_kernels.compilation import compile_ahead
 from paged_kernels.attention_plan import Choice, count_splits, force
+from paged_kernels.compilation import compile_ahead
 from paged_kernels.launch import Launch, intercept_launches, own_counters, zeros
 
 SCRIPT = """
