@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,8 +27,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paged_kernels import block_copy, kv_write, layer_ops, paged_attention, sampling, step_inputs
+from paged_kernels.compilation import source_of
 from paged_kernels.launch import OPTIONS, Device, Launch
-from paged_kernels.launch_table import RowTuningKey, find_table
+from paged_kernels.launch_table import RowTuningKey, find_table, use_producers
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from paged_kernels.packed_blocks import BLOCK_SIZE, GROUP, PackedBlocks
 from paged_kernels.paging import Paging, SharedPrefixes
@@ -53,8 +55,9 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SAMPLING = ("threshold", "best", "greedy", "first_best")
 SMALL_KERNELS = (*SAMPLING, "block_copy", "step_inputs")  # kernels with few configurations
 # Variants of attention: small tiles, small tiles with splits, large and small tiles, shared prefixes; batch-invariant
-# attention in one launch, its partitions, and their sum.
+# attention in one launch, its partitions, and their sum. On Hopper also large tiles with a producer.
 INVARIANT = ("invariant", "invariant_split", "add_partitions")
+PRODUCER = "producer"
 ATTENTION = ("decode", "split", "prefill", "prefix", *INVARIANT)
 # Multi-head latent attention of DeepSeek-V3: expanded keys and values, latents, and latents on one of 8 ranks.
 LATENT_SIZES: tuple[dict[str, Any], ...] = (
@@ -125,7 +128,15 @@ def full_grid(chip: str) -> Iterator[Case]:
     yield from (Case(chip, kernel, dtype) for dtype, kernel in itertools.product(DTYPES, SMALL_KERNELS))
     yield from (Case(chip, "kv_write", block_size=block_size) for block_size in (1, 8, 32, 64, 256))
     yield from (Case(chip, "prefill", dtype, d, length=16) for dtype, d in itertools.product(DTYPES, (64, 128, 256)))
+    yield from _producer_cases(chip, (64, 128, 256))
     yield from table_grid(chip)
+
+
+def _producer_cases(chip: str, head_dims: tuple[int, ...]) -> Iterator[Case]:
+    """Yield large tiles with a producer, on the chip that has them."""
+    for head_dim in head_dims if chip == "sm_90" else ():
+        yield Case(chip, PRODUCER, "bf16", head_dim)
+        yield Case(chip, PRODUCER, "fp16", head_dim, group=3, block_size=256, window=True, softcap=True, sinks=True)
 
 
 def table_grid(chip: str) -> Iterator[Case]:
@@ -185,6 +196,7 @@ def small_grid(chip: str) -> Iterator[Case]:
     for name in (None, *FORMATS.values()):
         yield from (Case(chip, kernel, **latents, format=name) for kernel in ("split", "latent_kv_write"))
     yield from (Case(chip, kernel, **latents) for kernel in ("prefill", "kv_write"))
+    yield from _producer_cases(chip, (64, 128, 256))
     yield Case(chip, "prefill", **expanded)
     yield Case(chip, "prefill", "bf16", 128, **features)
     yield from (Case(chip, "prefill", "fp32", 256, **features, format=name) for name in (None, "int8"))
@@ -227,6 +239,10 @@ def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
+        if type(value).__name__ == "TensorDescriptor":
+            element, block = names[value.base.dtype].removeprefix("*"), value.block_shape
+            signature[parameter.name] = f"tensordesc<{element}{block},{value.layout!r}>"
+            continue
         if parameter.is_constexpr or value is None:
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
@@ -236,14 +252,14 @@ def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
         aligned = not parameter.do_not_specialize_on_alignment if is_tensor else value and value % 16 == 0
         if aligned and not parameter.do_not_specialize and not isinstance(value, float):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constants, attributes)
+    return source_of(kernel)(kernel, signature, constants, attributes)
 
 
 def _launch(case: Case) -> Launch:
     """Plan the launch of a case on tensors without memory."""
     dtype, num_seqs = DTYPES[case.dtype], case.length if case.kernel == "prefix" else 8
     # The number of multiprocessors selects the plan: few give large tiles without splits, many give splits.
-    device = Device(case.chip, 1 if case.kernel in ("decode", "prefill", "invariant") else 1000)
+    device = Device(case.chip, 1 if case.kernel in ("decode", "prefill", PRODUCER, "invariant") else 1000)
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -318,7 +334,7 @@ def _launch(case: Case) -> Launch:
     def int32(*shape: int) -> torch.Tensor:
         return tensor(*shape, dtype=torch.int32)
 
-    chunk = case.length if case.kernel == "prefill" else 1
+    chunk = case.length if case.kernel in ("prefill", PRODUCER) else 1
     context_len = case.length if case.kernel in ("decode", "split", *INVARIANT) else 8192
     shared = SharedPrefixes(int32(num_seqs), int32(num_seqs), int32(17), 2048) if case.kernel == "prefix" else None
     paging = Paging(
@@ -330,11 +346,12 @@ def _launch(case: Case) -> Launch:
     out = tensor(num_seqs * chunk, num_kv_heads * case.group, value_dim)
     if is_packed:
         paging = replace(paging, packed=replace(paging, shared=None))
-    launches = paged_attention.plan_launch(
-        out, query, cache, paging,
-        scale=0.1, sliding_window=100 if case.window else None, softcap=50.0 if case.softcap else None,
-        sinks=tensor(num_kv_heads * case.group) if case.sinks else None, device=device,
-    )  # fmt: skip
+    with use_producers(case.chip) if case.kernel == PRODUCER else nullcontext():
+        launches = paged_attention.plan_launch(
+            out, query, cache, paging,
+            scale=0.1, sliding_window=100 if case.window else None, softcap=50.0 if case.softcap else None,
+            sinks=tensor(num_kv_heads * case.group) if case.sinks else None, device=device,
+        )  # fmt: skip
     if is_packed and case.kernel != "pack_blocks":
         launches = launches[1:]  # the first one packs blocks
     return launches[case.kernel == "add_partitions"]

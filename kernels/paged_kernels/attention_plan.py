@@ -25,6 +25,8 @@ MAX_SPLIT_LEN = 16384  # maximum keys of a split, so that no program computes a 
 WIDEST_SINGLE = 256  # elements of the widest key that is padded to a power of two
 MIN_RELATIVE_OCCUPANCY = 0.9  # share of the best occupancy that the number of splits must reach
 LOG2E = 1.4426950408889634
+SWIZZLE_ROWS = 8  # rows of the pattern in which shared memory is swizzled; copied blocks begin with one
+ALIGNED_ELEMENTS = 8  # elements of 16 bits in 16 bytes, at whose multiples copied rows begin
 ALIGNED = 4  # floats in 16 bytes: Triton compiles another variant for a pointer without this alignment
 
 
@@ -111,11 +113,15 @@ def launch_shape(
     num_tokens: int,
     max_query_len: int,
     multiprocessors: int,
+    producer: bool = False,
 ) -> LaunchShape:
     """Choose the tiles of a step: small ones only if one holds every query of a sequence, else small and large ones.
 
     A decode row in a launch with large tiles keeps its small tile: in a tile of 128 rows it would compute 32 times as
-    much as necessary. Its program still takes the registers and shared memory of the large tile's code.
+    much as necessary. Its program still takes the registers and shared memory of the large tile's code, unless the
+    large tiles have a launch of their own, with a producer.
+
+    producer: whether the layer's large tiles may have a producer.
     """
     block_d = key_blocks(head_dim)[0]
     heads, rows = heads_per_tile(group, itemsize, block_d), rows_of_query(group, itemsize, block_d)
@@ -126,11 +132,12 @@ def launch_shape(
     if one_tile:
         return LaunchShape(heads, small, None)
 
-    def tile(length: int) -> Tile:
-        tuned = find_tile(chip, TuningKey(block_d, itemsize, rows, quantized, power_of_two(length)))
+    def tile(length: int, *, producer: bool = False) -> Tile:
+        key = TuningKey(block_d, itemsize, rows, quantized, power_of_two(length))
+        tuned = find_tile(chip, key, producer=producer)
         return tuned._replace(block_m=max(rows, tuned.block_m))
 
-    large = tile(max_query_len)
+    large = tile(max_query_len, producer=producer)
     programs = (num_tokens * heads // large.block_m + 1) * num_kv_heads * -(-group // heads)
     too_few = _thread.forced.small_tiles if _thread.forced else programs < multiprocessors
     if large.block_m > 64 >= rows and too_few:  # halves the rows per tile, doubles the programs
@@ -212,6 +219,19 @@ class LayerKey(NamedTuple):
     @property
     def quantized(self) -> bool:
         return self.cache.FORMAT is not None
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the pools are matrices of whole keys and values, of which `hopper_attention` copies rows."""
+        cache, size = self.cache, self.head_dim
+        strides = ((cache.K_BLOCK, cache.K_HEAD, cache.K_SLOT), (cache.V_BLOCK, cache.V_HEAD, cache.V_SLOT))
+        plain = not self.quantized and self.dtype.itemsize == 2 and size == self.value_dim and not self.shares_memory
+        return (
+            plain
+            and size in (64, 128, 256)
+            and cache.BLOCK_SIZE >= SWIZZLE_ROWS
+            and all(block % slot == head % slot == slot % ALIGNED_ELEMENTS == 0 for block, head, slot in strides)
+        )
 
     def within_blocks(self, tile: Tile) -> Tile:
         """Return the tile; for a layer with packed blocks, with steps of one block, or half of one if keys are wide.
@@ -307,6 +327,7 @@ class AttentionPlan:
     templates: list[LaunchTemplate]  # in order
     partial_rows: int = 0  # rows of partial results
     counters: int = 0  # counters of finished splits
+    describe: Callable[[LayerCache], dict[str, Any]] = lambda cache: {}  # arguments that some kernels need
 
     def launches(
         self, out: Tensor, query: Tensor, cache: LayerCache, scale: float, window: int | None, softcap: float | None,
@@ -323,7 +344,7 @@ class AttentionPlan:
             key_scales=cache.key_scales, value_scales=cache.value_scales, key_channels=cache.key_channels,
             **packed_arguments(cache), sinks=sinks, window=window or 0,
             scale=scale / softcap if softcap else scale * LOG2E, softcap=(softcap or 0.0) * LOG2E,
-            partials=partials, logs=logs, arrivals=arrivals,
+            partials=partials, logs=logs, arrivals=arrivals, **self.describe(cache),
         )  # fmt: skip
         return [template.launch(layer) for template in self.templates]
 

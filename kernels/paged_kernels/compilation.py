@@ -117,14 +117,21 @@ class Variant:
         """Compile into Triton's cache on disk, for a GPU that the process need not have."""
         import triton
         from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
 
         data = json.loads(self.specialization_data)
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in data["options"].items()}
-        source = ASTSource(
-            getattr(import_module(self.module), self.name), self.signature, self.constants, self.attributes
-        )
+        kernel = getattr(import_module(self.module), self.name)
+        source = source_of(kernel)(kernel, self.signature, self.constants, self.attributes)
         triton.compile(source, target=GPUTarget(**data["target"]), options=options)
+
+
+def source_of(kernel: Any) -> Any:
+    """Return the class of the kernel's source for the compiler."""
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
+    else:
+        from triton.compiler import ASTSource
+    return ASTSource
 
 
 def missing_variants(launches: Iterable[Launch]) -> tuple[Variant, ...]:

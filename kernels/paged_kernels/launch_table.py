@@ -6,7 +6,8 @@ Nothing is tuned while serving: `paged_kernels.tune` writes the tables. A shape 
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cache
@@ -24,6 +25,7 @@ class Tile(NamedTuple):
     block_n: int  # keys per loop step
     num_warps: int
     num_stages: int  # loop steps whose keys are loaded or used at the same time
+    producer: bool = False  # whether a warp of its own copies keys and values (`hopper_attention`)
 
 
 class TuningKey(NamedTuple):
@@ -119,6 +121,10 @@ def default_tile(chip: str, key: TuningKey) -> Tile:
     return Tile(64, block_n, 4 if key.block_d <= 64 else 8, 2)
 
 
+# Tiles with a producer, by block_d: 128 rows, and as many keys in shared memory as fit into 227 KiB.
+PRODUCER_TILES = {64: Tile(128, 128, 4, 4, True), 128: Tile(128, 128, 4, 2, True), 256: Tile(128, 64, 4, 2, True)}
+
+
 def default_row_tile(key: RowTuningKey) -> RowTile:
     """Return the tile of DEFAULT_ROW_TILES for the key's kind, clipped to one row."""
     tile = DEFAULT_ROW_TILES[key.kind]
@@ -176,7 +182,7 @@ ALLOWED: dict[type, dict[str, tuple[Any, ...]]] = {  # allowed values of each fi
     },
     Tile: {
         "block_m": _powers(16, 128), "block_n": _powers(16, 128), "num_warps": _powers(1, 16),
-        "num_stages": tuple(range(1, 9)),
+        "num_stages": tuple(range(1, 9)), "producer": (False, True),
     },
     RowTuningKey: {"kind": tuple(DEFAULT_ROW_TILES), "width": _powers(1, 2**20), "rows": ROW_BUCKETS},
     RowTile: {"elements": _powers(1, 2**20), "num_warps": _powers(1, 16)},
@@ -203,7 +209,9 @@ def _check_names(fields: dict[str, Any], *known: str) -> None:
 def _parse_entry(fields: dict[str, Any], tile: dict[str, Any]) -> tuple[AnyKey, AnyTile]:
     if "kind" not in fields:
         key = _parse(TuningKey, fields)
-        return key, _parse(Tile, tile, block_m=tuple(m for m in ALLOWED[Tile]["block_m"] if m >= key.rows))
+        block_ms = tuple(m for m in ALLOWED[Tile]["block_m"] if m >= key.rows)
+        producer = (False, True) if key.itemsize == 2 and not key.quantized and key.block_d >= 64 else (False,)
+        return key, _parse(Tile, {"producer": False, **tile}, block_m=block_ms, producer=producer)
     kind = fields["kind"]
     if kind not in tuple(DEFAULT_ROW_TILES):
         raise ValueError(f"kind={kind!r}: must be one of {tuple(DEFAULT_ROW_TILES)}, or absent for attention")
@@ -289,11 +297,24 @@ def use_table(table: Table) -> None:
     _tables[table.chip] = table
 
 
-def find_tile(chip: str, key: TuningKey) -> Tile:
-    """Return the tile from the chip's table, or the default."""
+@contextmanager
+def use_producers(chip: str) -> Iterator[None]:
+    """Use PRODUCER_TILES for all chunks on a chip, whatever its table says."""
+    table = find_table(chip) or Table(chip, {})
+    kept = {key: tile for key, tile in table.tiles.items() if isinstance(key, RowTuningKey)}
+    chunks = {TuningKey(d, 2, rows, False, 1): PRODUCER_TILES[d] for d in PRODUCER_TILES for rows in (16, 32, 64)}
+    use_table(Table(chip, kept | chunks))
+    try:
+        yield
+    finally:
+        _tables[chip] = table
+
+
+def find_tile(chip: str, key: TuningKey, *, producer: bool = False) -> Tile:
+    """Return the tile from the chip's table, or the default. producer: whether the tile may have a producer."""
     table = find_table(chip)
     tile = table.find(key) if table else None
-    return tile if isinstance(tile, Tile) else default_tile(chip, key)
+    return tile if isinstance(tile, Tile) and (producer or not tile.producer) else default_tile(chip, key)
 
 
 def row_tile(chip: str, kind: str, *, width: int, rows: int) -> RowTile:

@@ -3,6 +3,7 @@
 The kernels are in `attention_kernels`.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,15 +28,22 @@ def _plan(key: LayerKey, paging: Paging) -> AttentionPlan:
     )  # fmt: skip
     shape = attention_plan.launch_shape(
         **properties, num_kv_heads=num_kv_heads, multiprocessors=device.multiprocessors, num_tokens=key.num_tokens,
-        max_query_len=paging.max_query_len,
+        max_query_len=paging.max_query_len, producer=device.chip == "sm_90" and key.has_rows,
     )  # fmt: skip
     layer = Layer.of(key, shape.heads)
     head_programs = num_kv_heads * layer.HEAD_TILES
     small, large = key.within_blocks(shape.small), shape.large and key.within_blocks(shape.large)
-    large_tiles, most_small, num_warps = 0, num_seqs, small.num_warps
+    most_small = num_seqs - 1 if large else num_seqs
+    copying = None
+    if large and large.producer:
+        from paged_kernels import hopper_attention
+
+        copying, large = hopper_attention.plan(key, layer, paging, large, small), None
+        if num_seqs == 1:
+            return copying
+    large_tiles, num_warps = 0, small.num_warps
     if large:
-        large_tiles = key.num_tokens // (large.block_m // shape.heads) + num_seqs
-        most_small, num_warps = num_seqs - 1, large.num_warps
+        large_tiles, num_warps = key.num_tokens // (large.block_m // shape.heads) + num_seqs, large.num_warps
     splits = count_splits(most_small * head_programs, paging.max_context_len, device.multiprocessors)
 
     shared = None if layer.HAS_WINDOW else paging.shared
@@ -66,9 +74,12 @@ def _plan(key: LayerKey, paging: Paging) -> AttentionPlan:
         templates.insert(0, LaunchTemplate.of(prefix_attention_kernel, prefix_grid, named))
     if key.cache.PACKED is not None:
         templates.insert(0, pack_template(key, paging))
-    if slots == 1:
-        return AttentionPlan(templates)
-    return AttentionPlan(templates, num_seqs * slots * queries * key.num_heads, num_seqs * head_programs)
+    plan = AttentionPlan(templates)
+    if slots > 1:
+        plan = AttentionPlan(templates, num_seqs * slots * queries * key.num_heads, num_seqs * head_programs)
+    if copying:
+        plan = replace(plan, templates=[*copying.templates, *templates], describe=copying.describe)
+    return plan
 
 
 def plan_launch(
