@@ -40,11 +40,12 @@ CHIPS = {  # chip: (target, maximum shared memory of a program)
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * KB),
     "sm_90": (GPUTarget("cuda", 90, 32), 227 * KB),
     "sm_100": (GPUTarget("cuda", 100, 32), 227 * KB),
+    "sm_120": (GPUTarget("cuda", 120, 32), 99 * KB),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * KB),
 }
 # Bytes per thread. To increase occupancy, ptxas spills a few values that are set before the loop and read after it,
 # most in the invariant kernel with scaled channels; spilling inside a loop would be many times as much.
-MAX_SPILLED_BYTES = 48
+MAX_SPILLED_BYTES = 64
 PRODUCTS = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma|v_smfmac)[\w.:]*")
 
 
@@ -54,11 +55,11 @@ PACKED: dict[str, Any] = dict(format="int4", block_size=BLOCK_SIZE)  # a layer w
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SAMPLING = ("threshold", "best", "greedy", "first_best")
 SMALL_KERNELS = (*SAMPLING, "block_copy", "step_inputs")  # kernels with few configurations
-# Variants of attention: small tiles, small tiles with splits, large and small tiles, shared prefixes; batch-invariant
-# attention in one launch, its partitions, and their sum. On Hopper also large tiles with a producer.
+# Variants of attention: small tiles, small tiles with splits, large and small tiles, both with splits, shared prefixes;
+# batch-invariant attention in one launch, its partitions, and their sum. On Hopper also large tiles with a producer.
 INVARIANT = ("invariant", "invariant_split", "add_partitions")
 PRODUCER = "producer"
-ATTENTION = ("decode", "split", "prefill", "prefix", *INVARIANT)
+ATTENTION = ("decode", "split", "prefill", "split_prefill", "prefix", *INVARIANT)
 # Multi-head latent attention of DeepSeek-V3: expanded keys and values, latents, and latents on one of 8 ranks.
 LATENT_SIZES: tuple[dict[str, Any], ...] = (
     dict(head_dim=192, value_dim=128, group=1),
@@ -180,7 +181,8 @@ def small_grid(chip: str) -> Iterator[Case]:
     features: dict[str, Any] = dict(window=True, softcap=True, sinks=True)
     for stored in (*(dict[str, Any](format=name) for name in (None, *FORMATS.values())), PACKED):
         yield Case(chip, "split", "bf16", 256, **features, **stored)
-        yield Case(chip, "prefill", "bf16", 128 if stored["format"] == "int8" else 256, **features, **stored)
+        for kernel in ("prefill", "split_prefill"):
+            yield Case(chip, kernel, "bf16", 128 if stored["format"] == "int8" else 256, **features, **stored)
         yield Case(chip, "decode", "bf16", 128, sinks=True, **stored)
         yield Case(chip, "prefix", "fp16", 64, group=3, **stored)
         yield from (Case(chip, "kv_write", dtype, **stored) for dtype in ("bf16", "fp32"))
@@ -334,7 +336,7 @@ def _launch(case: Case) -> Launch:
     def int32(*shape: int) -> torch.Tensor:
         return tensor(*shape, dtype=torch.int32)
 
-    chunk = case.length if case.kernel in ("prefill", PRODUCER) else 1
+    chunk = case.length if case.kernel in ("prefill", PRODUCER) else 32 if case.kernel == "split_prefill" else 1
     context_len = case.length if case.kernel in ("decode", "split", *INVARIANT) else 8192
     shared = SharedPrefixes(int32(num_seqs), int32(num_seqs), int32(17), 2048) if case.kernel == "prefix" else None
     paging = Paging(

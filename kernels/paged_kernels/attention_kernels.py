@@ -81,15 +81,21 @@ class Scoring(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Memory for the results of the splits of a sequence, one per slot, and how many there are."""
+    """Memory for the results of splits: of the sequences in small tiles, followed by those of large tiles.
 
-    results: Any  # [num_seqs, slots, queries, NUM_HEADS, VALUE_DIM]
-    logs: Any  # [num_seqs, slots, queries, NUM_HEADS]: log2 of the softmax's denominators
-    arrivals: Any  # [num_seqs, programs of all heads]: splits that have finished
+    The first have a slot for each split and, from num_splits on, for each split of their prefix.
+    """
+
+    results: Any  # [num_seqs, slots, queries, NUM_HEADS, VALUE_DIM]; [large_splits, num_tokens, NUM_HEADS, VALUE_DIM]
+    logs: Any  # without VALUE_DIM: log2 of the softmax's denominators
+    arrivals: Any  # [num_seqs + large tiles, programs of all heads]: splits that have finished
     slots: Any
     queries: Any
     num_splits: Any
     prefix_splits: Any
+    large_splits: Any
+    min_split: Any  # keys
+    num_tokens: Any
 
 
 # --- addresses --------------------------------------------------------------------------------------------------------
@@ -219,9 +225,9 @@ def first_step(first, CACHE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def split_len_of(begin, end, num_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the length of every split of [begin, end) but the last: whole steps, at least MIN_SPLIT keys."""
-    share = tl.maximum((end - begin + num_splits - 1) // num_splits, MIN_SPLIT)
+def split_len_of(begin, end, num_splits, min_split, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the length of every split of [begin, end) but the last: whole steps, at least min_split keys."""
+    share = tl.maximum((end - begin + num_splits - 1) // num_splits, min_split)
     return (share + BLOCK_N - 1) // BLOCK_N * BLOCK_N
 
 
@@ -234,13 +240,15 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _widen(codes, CACHE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert codes to `dtype` exactly. The result for fp8 is 256 times too small.
+def _widen(codes, CACHE: tl.constexpr, LAYER: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert codes to `dtype` exactly. The result for fp8 is CODE_UNIT times too small.
 
-    An e4m3 that is widened to 16 bits and shifted by 7 is a float16 with another exponent bias, once the copy of the
-    sign in bit 14 is cleared. This holds for subnormal numbers too.
+    Without an instruction for it: an e4m3 that is widened to 16 bits and shifted by 7 is a float16 with another
+    exponent bias, once the copy of the sign in bit 14 is cleared. This holds for subnormal numbers too.
     """
-    if CACHE.FORMAT == "fp8":
+    if CACHE.FORMAT == "fp8" and LAYER.CODE_UNIT == 1.0:
+        codes = codes.to(tl.float8e4nv, bitcast=True)
+    elif CACHE.FORMAT == "fp8":
         codes = ((codes.to(tl.int16) << 7) & -0x4001).to(tl.float16, bitcast=True)
     return codes.to(dtype)
 
@@ -330,7 +338,6 @@ def _softmax_step(  # type: ignore[no-untyped-def]
     PACKED: whether they are in packed blocks.
     """
     dtype: tl.constexpr = queries.first.dtype
-    CODE_UNIT: tl.constexpr = 256.0 if CACHE.FORMAT == "fp8" else 1.0  # factor code / _widen(code)
     HAS_SCALES: tl.constexpr = CACHE.FORMAT is not None and not PACKED
     if PACKED:
         offset = start % CACHE.BLOCK_SIZE
@@ -339,18 +346,20 @@ def _softmax_step(  # type: ignore[no-untyped-def]
     else:
         k, k_rest, v, k_scale, v_scale = _load_step(pools, block, start, begin, end, MASKED, CACHE, LAYER, BLOCK_N)
     if HAS_SCALES:
-        k = _widen(k, CACHE, dtype)
-        k_rest = _widen(k_rest, CACHE, dtype)
-        v = _widen(v, CACHE, dtype)
+        k = _widen(k, CACHE, LAYER, dtype)
+        k_rest = _widen(k_rest, CACHE, LAYER, dtype)
+        v = _widen(v, CACHE, LAYER, dtype)
 
     scores = tl.dot(queries.first, k, input_precision=LAYER.PRECISION)
     if LAYER.BLOCK_R > 0:
         scores = tl.dot(queries.rest, k_rest, scores, input_precision=LAYER.PRECISION)
-    scores = scores * scoring.scale
+    factor = scoring.scale  # of scores; multiplied together with the subtraction of their maximum
     if HAS_SCALES:
-        scores = scores * (k_scale * CODE_UNIT)[None, :]
+        scores = scores * (k_scale * (LAYER.CODE_UNIT * factor))[None, :]
+        factor = 1.0
     if LAYER.HAS_SOFTCAP:
-        scores = scoring.softcap * _tanh(scores)
+        scores = scoring.softcap * _tanh(scores * factor)
+        factor = 1.0
     if MASKED:
         n = start + tl.arange(0, BLOCK_N)
         visible = (n < end)[None, :] & (n[None, :] <= queries.position[:, None])
@@ -362,10 +371,10 @@ def _softmax_step(  # type: ignore[no-untyped-def]
             visible = visible & (n[None, :] > queries.position[:, None] - scoring.window)
         scores = tl.where(visible, scores, float("-inf"))
 
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
     # Rows that have seen no key yet: -inf - -inf would be NaN, but -inf - 0 gives the weight 0.
     base = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores * factor - base[:, None])
     shrink = tl.exp2(row_max - base)
     row_sum = row_sum * shrink + tl.sum(weights, 1)
     if PACKED:
@@ -441,12 +450,12 @@ def _gap(begin, end, own, CACHE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: 
 
 
 @triton.jit
-def _normalize(row_max, row_sum, acc, unit, CACHE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _normalize(row_max, row_sum, acc, unit, CACHE: tl.constexpr, LAYER: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the results of the sums, and the log2 of the softmax's denominator: -infinity for a row without keys."""
     total = tl.where(row_sum == 0.0, 1.0, row_sum)
     norm = 1.0 / total
     if CACHE.FORMAT is not None:
-        norm = norm * unit * (256.0 if CACHE.FORMAT == "fp8" else 1.0)
+        norm = norm * unit * LAYER.CODE_UNIT
     return acc * norm[:, None], row_max + tl.log2(total)
 
 
@@ -473,7 +482,7 @@ def attend(  # type: ignore[no-untyped-def]
         row_max, row_sum, acc, unit, queries, pools, tables, first, begin, end, gap, scoring,
         True, ROW_UNITS, False, CACHE, LAYER, TILE,
     )  # fmt: skip
-    return _normalize(row_max, row_sum, acc, unit, CACHE)
+    return _normalize(row_max, row_sum, acc, unit, CACHE, LAYER)
 
 
 # --- prefill ----------------------------------------------------------------------------------------------------------
@@ -481,10 +490,15 @@ def attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _prefill_tile(  # type: ignore[no-untyped-def]
-    out, query, key_channels, pools, tables, context_len, start, length, first_query, sinks, scoring,
+    out, partials, query, key_channels, pools, tables, context_len, start, length, first_query, split, first_row,
+    counter, sinks, scoring,
     CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
+    PARTIAL: tl.constexpr, MAX_SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the queries of a chunk from `first_query` on: first the steps that need no mask, then both edges."""
+    """Compute the queries of a chunk from `first_query` on: first the steps that need no mask, then both edges.
+
+    With PARTIAL, only those of one split of the keys. first_row: row of partials for token 0.
+    """
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_Q: tl.constexpr = TILE.block_m // LAYER.HEADS
     index, head, is_row = tile_rows(first_query, length, TILE.block_m, LAYER)
@@ -503,12 +517,22 @@ def _prefill_tile(  # type: ignore[no-untyped-def]
     if LAYER.HAS_WINDOW:
         low = tl.minimum(begin + tl.cdiv(tl.maximum(end - scoring.window - begin, 0), BLOCK_N) * BLOCK_N, high)
 
+    PACKED: tl.constexpr = CACHE.PACKED is not None
+    parts = 1
+    if PARTIAL and not PACKED:
+        split_len = split_len_of(begin, end, partials.large_splits, partials.min_split, BLOCK_N)
+        parts = tl.cdiv(tl.maximum(end - begin, 0), split_len)  # splits that have keys
+        begin += split * split_len
+        stop = tl.minimum(begin + split_len, end)
+        low = tl.minimum(tl.maximum(low, begin), stop)
+        high = tl.minimum(tl.maximum(high, begin), stop)
+
     token = (start + index).to(tl.int64)
     queries = load_queries(query, token, head, is_row, context_len - length + index, key_channels, CACHE, LAYER)
-    row_max = load_sink(sinks, head, is_row, TILE.block_m, LAYER)
-    row_sum = tl.full([TILE.block_m], 1.0 if LAYER.HAS_SINKS else 0.0, dtype=tl.float32)
+    sink = load_sink(sinks, head, is_row, TILE.block_m, LAYER)
+    row_max = tl.full([TILE.block_m], float("-inf"), dtype=tl.float32) if PARTIAL else sink
+    row_sum = tl.full([TILE.block_m], 1.0 if LAYER.HAS_SINKS and not PARTIAL else 0.0, dtype=tl.float32)
     acc, unit = _empty_sums(CACHE, TILE, LAYER, False)
-    PACKED: tl.constexpr = CACHE.PACKED is not None
     row_max, row_sum, acc, unit = _add_steps(
         row_max, row_sum, acc, unit, queries, pools, tables, first, low, high, 0, scoring,
         False, False, PACKED, CACHE, LAYER, TILE,
@@ -528,8 +552,14 @@ def _prefill_tile(  # type: ignore[no-untyped-def]
             edge, end, _gap(edge, end, own, CACHE, BLOCK_N), scoring,
             True, False, False, CACHE, LAYER, TILE,
         )  # fmt: skip
-    found, _ = _normalize(row_max, row_sum, acc, unit, CACHE)
-    store_result(out, token, head, is_row, found, LAYER)
+    found, log = _normalize(row_max, row_sum, acc, unit, CACHE, LAYER)
+    if not PARTIAL:
+        store_result(out, token, head, is_row, found, LAYER)
+    elif split < tl.maximum(parts, 1):  # without any keys the first split writes zeros
+        _finish_split(
+            out, partials, found, log, sink, token, head, is_row, first_row + token, partials.num_tokens, split, parts,
+            parts, counter, TILE.block_m, LAYER, MAX_SLOTS,
+        )  # fmt: skip
 
 
 # --- decode -----------------------------------------------------------------------------------------------------------
@@ -559,7 +589,7 @@ def _decode_tile(  # type: ignore[no-untyped-def]
 def _decode_split(  # type: ignore[no-untyped-def]
     out, partials, query, key_channels, pools, tables, context_len, seq, start, length, split, shared_lens, sinks,
     scoring, CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, PREFIX_N: tl.constexpr, MAX_SLOTS: tl.constexpr,
+    PREFIX_N: tl.constexpr, MAX_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Compute all queries of a sequence, which fit the tile, over one split of the keys after its shared prefix.
 
@@ -570,7 +600,7 @@ def _decode_split(  # type: ignore[no-untyped-def]
         prefix_len = tl.load(shared_lens + seq)
     first = tl.maximum(context_len - length - scoring.window + 1, 0) if LAYER.HAS_WINDOW else prefix_len
     begin = first_step(first, CACHE, TILE.block_n)
-    split_len = split_len_of(begin, context_len, partials.num_splits, MIN_SPLIT, TILE.block_n)
+    split_len = split_len_of(begin, context_len, partials.num_splits, partials.min_split, TILE.block_n)
     own = tl.cdiv(tl.maximum(context_len - begin, 0), split_len)  # splits that have keys
     if split < tl.maximum(own, 1):  # without any keys the first program writes zeros
         index, head, is_row = tile_rows(0, length, TILE.block_m, LAYER)
@@ -587,20 +617,40 @@ def _decode_split(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         parts = own
         if shared_lens is not None:
-            parts += tl.cdiv(prefix_len, split_len_of(0, prefix_len, partials.prefix_splits, MIN_SPLIT, PREFIX_N))
-        is_done = True
-        if parts > 1:
-            place = seq.to(tl.int64) * partials.slots * partials.queries + index
-            _store_partial(partials, found, log, is_row, place + split * partials.queries, head, LAYER)
-            is_done = is_last(partials.arrivals + seq * tl.num_programs(1) + tl.program_id(1), own)
-            if is_done:
-                found = _merge_partials(
-                    partials, sink, is_row, place * LAYER.NUM_HEADS + head, own, parts, TILE.block_m, LAYER, MAX_SLOTS
-                )  # fmt: skip
-        elif LAYER.HAS_SINKS:
-            found = tl.where(log > float("-inf"), 1.0 / (1.0 + tl.exp2(sink - log)), 0.0)[:, None] * found
+            prefix_split = split_len_of(0, prefix_len, partials.prefix_splits, partials.min_split, PREFIX_N)
+            parts += tl.cdiv(prefix_len, prefix_split)
+        first_row = seq.to(tl.int64) * partials.slots * partials.queries
+        _finish_split(
+            out, partials, found, log, sink, token, head, is_row, first_row + index, partials.queries, split, own,
+            parts, seq * tl.num_programs(1) + tl.program_id(1), TILE.block_m, LAYER, MAX_SLOTS,
+        )  # fmt: skip
+
+
+# --- splits -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _finish_split(  # type: ignore[no-untyped-def]
+    out, partials, found, log, sink, token, head, is_row, row, stride_slot, split, own, parts, counter,
+    BLOCK_M: tl.constexpr, LAYER: tl.constexpr, MAX_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Store the result of a split. The last of `own` splits to finish merges all `parts`, with those of the prefix.
+
+    row: of partials, in slot 0. stride_slot: rows from slot to slot. counter: of `own` splits.
+    """
+    is_done = True
+    if parts > 1:
+        _store_partial(partials, found, log, is_row, row + split * stride_slot, head, LAYER)
+        is_done = is_last(partials.arrivals + counter, own)
         if is_done:
-            store_result(out, token, head, is_row, found, LAYER)
+            found = _merge_partials(
+                partials, sink, is_row, row * LAYER.NUM_HEADS + head, stride_slot * LAYER.NUM_HEADS, own, parts,
+                BLOCK_M, LAYER, MAX_SLOTS,
+            )  # fmt: skip
+    elif LAYER.HAS_SINKS:
+        found = tl.where(log > float("-inf"), 1.0 / (1.0 + tl.exp2(sink - log)), 0.0)[:, None] * found
+    if is_done:
+        store_result(out, token, head, is_row, found, LAYER)
 
 
 @triton.jit
@@ -615,7 +665,7 @@ def _store_partial(partials, found, log, is_row, place, head, LAYER: tl.constexp
 
 @triton.jit
 def _merge_partials(  # type: ignore[no-untyped-def]
-    partials, sink, is_row, place, own, parts,
+    partials, sink, is_row, place, stride_slot, own, parts,
     BLOCK_M: tl.constexpr, LAYER: tl.constexpr, MAX_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Return the rows [BLOCK_M, BLOCK_V] of all parts: slots 0 to own - 1, and the prefix's from num_splits on.
@@ -624,7 +674,6 @@ def _merge_partials(  # type: ignore[no-untyped-def]
     cache, because other multiprocessors have written the values.
     """
     STEP: tl.constexpr = max(1, 8192 // (BLOCK_M * LAYER.BLOCK_V))  # partials loaded at once
-    stride_slot = partials.queries * LAYER.NUM_HEADS
     index = tl.arange(0, MAX_SLOTS)
     slot = place[None, :] + (tl.where(index < own, index, index - own + partials.num_splits) * stride_slot)[:, None]
     used = (index < parts)[:, None] & is_row[None, :]
@@ -655,7 +704,8 @@ def _merge_partials(  # type: ignore[no-untyped-def]
 @triton.jit(
     # Arguments that change between steps or layers: specializing on them would trigger compilation while serving.
     do_not_specialize=[
-        *("num_seqs", "large_tiles", "num_splits", "prefix_splits", "slots", "queries", "window"),
+        *("num_seqs", "num_tokens", "large_tiles", "large_splits", "num_splits", "prefix_splits", "slots", "queries"),
+        *("min_split", "window"),
         *("stride_table", "stride_packed_table"),
     ],
     do_not_specialize_on_alignment=[
@@ -666,38 +716,44 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     out, partials, logs, arrivals, query, key_cache, value_cache, key_scales, value_scales, key_channels,
     packed_key_codes, packed_key_scales, packed_key_zeros, packed_value_codes, packed_value_scales,
     block_tables, packed_tables, context_lens, query_starts, shared_lens, sinks,
-    num_seqs, large_tiles, num_splits, prefix_splits, slots, queries, window, scale, softcap,
+    num_seqs, num_tokens, large_tiles, large_splits, num_splits, prefix_splits, min_split, slots, queries,
+    window, scale, softcap,
     stride_table, stride_packed_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
     CACHE: tl.constexpr, LAYER: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, PARTIAL: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, PREFIX_N: tl.constexpr, MAX_SLOTS: tl.constexpr,
+    PREFIX_N: tl.constexpr, MAX_SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of a mixed batch. Grid: (large_tiles + num_splits * num_seqs, KV heads * tiles of a group).
+    """Compute attention of a mixed batch.
 
-    The large tiles process the sequences with more queries than a small tile holds, the longest work first. Every
-    other program processes a sequence; with PARTIAL, one of its splits. `arrivals` counts the finished splits of each
-    sequence; it is zero before and after the launch. Scores are scaled by log2(e), so that exp is exp2. The scales of a
-    quantized cache are folded into scores and weights, so no tile is dequantized.
+    Grid: (large_tiles * large_splits + num_splits * num_seqs, KV heads * tiles of a group). The large tiles process the
+    sequences with more queries than a small tile holds, the longest work first. Every other program processes a
+    sequence. With PARTIAL, a program processes one of the splits of its tile or sequence. `arrivals` counts those that
+    have finished; it is zero before and after the launch. Scores are scaled by log2(e), so that exp is exp2. The scales
+    of a quantized cache are folded into scores and weights, so no tile is dequantized.
     """
     SMALL_Q: tl.constexpr = SMALL.block_m // LAYER.HEADS
     rows, results = Rows(query, stride_q_token, stride_q_head), Rows(out, stride_o_token, stride_o_head)
     packed = Packed(packed_key_codes, packed_key_scales, packed_key_zeros, packed_value_codes, packed_value_scales)
     pools = pools_of_head(key_cache, value_cache, key_scales, value_scales, packed, CACHE, LAYER)
     scoring = Scoring(scale, softcap, window)
+    memory = Partials(
+        partials, logs, arrivals, slots, queries, num_splits, prefix_splits, large_splits, min_split, num_tokens
+    )  # fmt: skip
     item = tl.program_id(0)
-    if LARGE is not None and item < large_tiles:
-        seq, start, length, first_query = find_tile(
-            query_starts, num_seqs, large_tiles - 1 - item, LARGE.block_m // LAYER.HEADS
-        )  # fmt: skip
+    if LARGE is not None and item < large_tiles * large_splits:
+        tile = large_tiles - 1 - item % large_tiles
+        seq, start, length, first_query = find_tile(query_starts, num_seqs, tile, LARGE.block_m // LAYER.HEADS)
         if length > SMALL_Q:
             tables = tables_of(block_tables, stride_table, packed_tables, stride_packed_table, seq)
             context_len = tl.load(context_lens + seq)
             if first_query < length:
                 _prefill_tile(
-                    results, rows, key_channels, pools, tables, context_len, start, length, first_query, sinks, scoring,
-                    CACHE, LAYER, LARGE,
+                    results, memory, rows, key_channels, pools, tables, context_len, start, length, first_query,
+                    item // large_tiles, num_seqs.to(tl.int64) * slots * queries,
+                    (num_seqs + tile) * tl.num_programs(1) + tl.program_id(1), sinks, scoring,
+                    CACHE, LAYER, LARGE, PARTIAL, MAX_SLOTS,
                 )  # fmt: skip
     else:
-        item -= large_tiles
+        item -= large_tiles * large_splits
         split = item // num_seqs  # split-major order: the last splits may be empty, so they are scheduled last
         seq = item % num_seqs
         start = tl.load(query_starts + seq)
@@ -707,9 +763,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             context_len = tl.load(context_lens + seq)
             if PARTIAL:
                 _decode_split(
-                    results, Partials(partials, logs, arrivals, slots, queries, num_splits, prefix_splits),
-                    rows, key_channels, pools, tables, context_len, seq, start, length, split, shared_lens, sinks,
-                    scoring, CACHE, LAYER, SMALL, MIN_SPLIT, PREFIX_N, MAX_SLOTS,
+                    results, memory, rows, key_channels, pools, tables, context_len, seq, start, length, split,
+                    shared_lens, sinks, scoring, CACHE, LAYER, SMALL, PREFIX_N, MAX_SLOTS,
                 )  # fmt: skip
             else:
                 _decode_tile(
@@ -720,7 +775,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=[
-        *("num_groups", "num_splits", "first_slot", "slots", "queries", "stride_table", "stride_packed_table"),
+        *("num_groups", "num_splits", "min_split", "first_slot", "slots", "queries"),
+        *("stride_table", "stride_packed_table"),
     ],
     do_not_specialize_on_alignment=[
         *("block_tables", "packed_tables", "query_starts", "shared_lens", "members", "group_starts"),
@@ -730,9 +786,9 @@ def prefix_attention_kernel(  # type: ignore[no-untyped-def]
     partials, logs, query, key_cache, value_cache, key_scales, value_scales, key_channels,
     packed_key_codes, packed_key_scales, packed_key_zeros, packed_value_codes, packed_value_scales,
     block_tables, packed_tables, query_starts, shared_lens, members, group_starts,
-    num_groups, num_splits, first_slot, slots, queries, scale, softcap,
+    num_groups, num_splits, min_split, first_slot, slots, queries, scale, softcap,
     stride_table, stride_packed_table, stride_q_token, stride_q_head,
-    CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute the shared-prefix part of decode rows.
 
@@ -747,7 +803,7 @@ def prefix_attention_kernel(  # type: ignore[no-untyped-def]
         split = tl.program_id(2)
         leader = tl.load(members + group_start)
         shared_len = tl.load(shared_lens + leader)
-        split_len = split_len_of(0, shared_len, num_splits, MIN_SPLIT, TILE.block_n)
+        split_len = split_len_of(0, shared_len, num_splits, min_split, TILE.block_n)
         begin = split * split_len
         end = tl.minimum(begin + split_len, shared_len)
         if begin < end:
@@ -768,5 +824,5 @@ def prefix_attention_kernel(  # type: ignore[no-untyped-def]
                 begin, begin, end, OwnBlocks(end, end), Scoring(scale, softcap, 0), CACHE, LAYER, TILE,
             )  # fmt: skip
             place = (seq.to(tl.int64) * slots + first_slot + split) * queries
-            memory = Partials(partials, logs, None, slots, queries, num_splits, num_splits)
+            memory = Partials(partials, logs, None, slots, queries, num_splits, num_splits, 1, min_split, 0)
             _store_partial(memory, found, log, is_row, place, head, LAYER)

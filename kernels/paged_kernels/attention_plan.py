@@ -20,7 +20,9 @@ from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks
 from paged_kernels.paging import Paging
 
 MIN_SPLIT = 256  # minimum keys of a split; starting and merging a shorter one costs more than it saves
+SHORTEST_SPLIT = 64  # the same in a launch with few programs, which would leave most multiprocessors without work
 MAX_SPLITS = 64  # maximum splits of a sequence, which the merge reads at once
+MAX_WORKSPACE = 64 << 20  # maximum bytes of the results of splits of chunks, or of partitions
 MAX_SPLIT_LEN = 16384  # maximum keys of a split, so that no program computes a long sequence alone
 WIDEST_SINGLE = 256  # elements of the widest key that is padded to a power of two
 MIN_RELATIVE_OCCUPANCY = 0.9  # share of the best occupancy that the number of splits must reach
@@ -155,6 +157,11 @@ def prefix_tile(*, chip: str, head_dim: int, itemsize: int, group: int, quantize
     return tile._replace(block_m=max(smaller, 64 if tile.block_m >= 64 else 16))
 
 
+def min_split_of(programs: int, multiprocessors: int) -> int:
+    """Return the minimum keys of a split in a launch with this number of programs without splits."""
+    return MIN_SPLIT if 2 * programs > multiprocessors else min(MIN_SPLIT, SHORTEST_SPLIT)
+
+
 def count_splits(programs: int, max_len: int, multiprocessors: int) -> int:
     """Return the maximum number of splits of each sequence's keys in a launch (Flash-Decoding, Dao et al. 2023).
 
@@ -172,7 +179,7 @@ def count_splits(programs: int, max_len: int, multiprocessors: int) -> int:
     """
     if _thread.forced:
         return _thread.forced.splits
-    most = min(MAX_SPLITS, power_of_two(max_len) // MIN_SPLIT)
+    most = min(MAX_SPLITS, power_of_two(max_len) // min_split_of(programs, multiprocessors))
     if most <= 1 or programs <= 0:
         return 1
 
@@ -274,6 +281,7 @@ class Layer(NamedTuple):
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
     PRECISION: str  # input_precision of tl.dot
+    CODE_UNIT: float  # value of a quantized key or value with scale 1, divided by that of its code in a tile
 
     @classmethod
     def of(cls, key: LayerKey, heads: int) -> "Layer":
@@ -291,6 +299,7 @@ class Layer(NamedTuple):
             BLOCK_V=block_d if shared else block_v, HALVES=key.cache.PACKED is not None, SHARED=shared,
             HAS_WINDOW=key.sliding_window is not None, HAS_SOFTCAP=key.has_softcap, HAS_SINKS=key.has_sinks,
             PRECISION="ieee" if key.dtype == torch.float32 else "tf32",  # tf32 would drop 13 bits of fp32
+            CODE_UNIT=256.0 if key.cache.FORMAT == "fp8" and not key.device.converts_fp8 else 1.0,
         )  # fmt: skip
 
     @property

@@ -30,13 +30,20 @@ from paged_kernels.attention_kernels import (
     tile_rows,
     value_elements,
 )
-from paged_kernels.attention_plan import AttentionPlan, LaunchTemplate, Layer, LayerKey, count_splits, key_blocks
+from paged_kernels.attention_plan import (
+    MAX_WORKSPACE,
+    AttentionPlan,
+    LaunchTemplate,
+    Layer,
+    LayerKey,
+    count_splits,
+    key_blocks,
+)
 from paged_kernels.block_packing import Packed, pack_template
 from paged_kernels.launch_table import Tile, TuningKey, default_tile, power_of_two
 from paged_kernels.paging import Paging
 
 PARTITION = 512  # keys; a multiple of every BLOCK_N
-MAX_WORKSPACE = 64 << 20  # maximum bytes of the results of partitions; a step that needs more runs in one launch
 SMALL_PRODUCTS = ("sm_8", "sm_12")  # chips whose instructions multiply 16 rows, of any tile
 MERGED_ELEMENTS = 1024  # elements of the rows that one program adds
 UNROLLED = 8  # partitions whose results are loaded at the same time

@@ -23,6 +23,11 @@ class Device:
     chip: str  # name of its table: "sm_90", "gfx942"
     multiprocessors: int
 
+    @property
+    def converts_fp8(self) -> bool:
+        """Whether an instruction converts e4m3 to 16 bits."""
+        return self.chip == "sm_89" or self.chip.startswith(("sm_9", "sm_1"))
+
 
 @cache
 def device_of(device: torch.device) -> Device:

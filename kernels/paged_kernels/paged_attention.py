@@ -12,7 +12,15 @@ from torch import Tensor
 
 from paged_kernels import attention_plan, invariant_attention
 from paged_kernels.attention_kernels import paged_attention_kernel, prefix_attention_kernel
-from paged_kernels.attention_plan import AttentionPlan, LaunchTemplate, Layer, LayerKey, count_splits
+from paged_kernels.attention_plan import (
+    MAX_WORKSPACE,
+    AttentionPlan,
+    LaunchTemplate,
+    Layer,
+    LayerKey,
+    count_splits,
+    min_split_of,
+)
 from paged_kernels.block_packing import pack_template
 from paged_kernels.launch import Device, Launch, device_of
 from paged_kernels.layer_cache import LayerCache, pack_full_blocks
@@ -41,9 +49,13 @@ def _plan(key: LayerKey, paging: Paging) -> AttentionPlan:
         copying, large = hopper_attention.plan(key, layer, paging, large, small), None
         if num_seqs == 1:
             return copying
-    large_tiles, num_warps = 0, small.num_warps
+    large_tiles, large_splits, num_warps = 0, 1, small.num_warps
     if large:
         large_tiles, num_warps = key.num_tokens // (large.block_m // shape.heads) + num_seqs, large.num_warps
+        if key.cache.PACKED is None:
+            programs, rows = large_tiles * head_programs, key.num_tokens * key.num_heads
+            large_splits = count_splits(programs, paging.max_context_len, device.multiprocessors)
+            large_splits = min(large_splits, max(1, MAX_WORKSPACE // (4 * rows * (key.value_dim + 1))))
     splits = count_splits(most_small * head_programs, paging.max_context_len, device.multiprocessors)
 
     shared = None if layer.HAS_WINDOW else paging.shared
@@ -55,16 +67,18 @@ def _plan(key: LayerKey, paging: Paging) -> AttentionPlan:
         prefix_splits = count_splits(tiles * head_programs, shared.max_len, device.multiprocessors)
         prefix_grid = num_seqs // members + shared.num_groups, head_programs, prefix_splits
     slots = splits + prefix_splits
+    partial = slots > 1 or large_splits > 1
     queries = min(paging.max_query_len, small.block_m // shape.heads)  # most queries of a sequence that is split
 
     named = dict(
         **key.step_arguments(paging), LAYER=layer, SMALL=small, LARGE=large,
-        shared_lens=shared.lens if shared else None, large_tiles=large_tiles,
-        num_splits=splits, prefix_splits=prefix_splits, slots=slots, queries=queries, num_warps=num_warps,
-        PARTIAL=slots > 1, MIN_SPLIT=attention_plan.MIN_SPLIT, PREFIX_N=prefix.block_n if prefix else 1,
+        shared_lens=shared.lens if shared else None, num_tokens=key.num_tokens, large_tiles=large_tiles,
+        large_splits=large_splits, num_splits=splits, prefix_splits=prefix_splits, slots=slots, queries=queries,
+        min_split=min_split_of((most_small + large_tiles) * head_programs, device.multiprocessors), num_warps=num_warps,
+        PARTIAL=partial, PREFIX_N=prefix.block_n if prefix else 1,
         MAX_SLOTS=attention_plan.MAX_SPLITS * (2 if prefix else 1),
     )  # fmt: skip
-    grid = large_tiles + splits * num_seqs, head_programs
+    grid = large_tiles * large_splits + splits * num_seqs, head_programs
     templates = [LaunchTemplate.of(paged_attention_kernel, grid, named)]
     if shared and prefix:
         named |= dict(
@@ -75,8 +89,9 @@ def _plan(key: LayerKey, paging: Paging) -> AttentionPlan:
     if key.cache.PACKED is not None:
         templates.insert(0, pack_template(key, paging))
     plan = AttentionPlan(templates)
-    if slots > 1:
-        plan = AttentionPlan(templates, num_seqs * slots * queries * key.num_heads, num_seqs * head_programs)
+    if partial:
+        rows = num_seqs * slots * queries + (large_splits * key.num_tokens if large_splits > 1 else 0)
+        plan = AttentionPlan(templates, rows * key.num_heads, (num_seqs + large_tiles) * head_programs)
     if copying:
         plan = replace(plan, templates=[*copying.templates, *templates], describe=copying.describe)
     return plan

@@ -40,7 +40,8 @@ def test_number_of_splits_fills_the_device(multiprocessors):
     for rows in (1, 4, 16, 17, 64, 256):
         for length in (1, 200, 512, 4096, 32768, 131072):
             splits = count_splits(rows * 8, length, multiprocessors)
-            most = max(1, min(attention_plan.MAX_SPLITS, launch_table.power_of_two(length) // attention_plan.MIN_SPLIT))
+            shortest = attention_plan.min_split_of(rows * 8, multiprocessors)
+            most = max(1, min(attention_plan.MAX_SPLITS, launch_table.power_of_two(length) // shortest))
             assert 1 <= splits <= most
 
             def occupancy(s, rows=rows):
@@ -48,6 +49,11 @@ def test_number_of_splits_fills_the_device(multiprocessors):
 
             assert occupancy(splits) >= 0.9 * max(occupancy(s) for s in range(1, most + 1))
     assert count_splits(256 * 8, 8192, multiprocessors) == 1
+
+
+def test_few_programs_get_short_splits():
+    assert count_splits(8, 384, 132) == 8
+    assert count_splits(16 * 8, 384, 132) == 1
 
 
 def test_slightly_more_programs_than_multiprocessors_are_split():

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
+from paged_kernels import paged_attention as paged_attention_module
+from paged_kernels.launch import Device
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference
 from tests.support.attention_cases import AXES, BATCHES, PACKED, Case, make_inputs, make_paging, move_paging, sample
 from tests.support.pairwise import mostly_nightly
@@ -51,6 +53,13 @@ def test_chunks_in_any_packed_blocks_match_reference(window, dtype, device, monk
     """
     monkeypatch.setitem(BATCHES, "blocks", ((17, 25), (66, 90), (40, 72), (20, 130)))
     check(Case("blocks", 1, 1, value_dim=32, block_size=32, sliding_window=window, format="int4"), dtype, device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="depends on the chip")
+def test_fp8_is_converted_without_an_instruction_on_older_chips(monkeypatch):
+    monkeypatch.setattr(paged_attention_module, "device_of", lambda device: Device("sm_80", 132))
+    for dtype in (torch.float32, torch.float16):
+        check(Case("mixed", format="fp8", sinks=True), dtype, "cpu")
 
 
 @pytest.mark.nightly

@@ -159,3 +159,24 @@ def test_windowed_and_full_layers_have_separate_plans(device):
         settings = {**inputs.settings, "sliding_window": window}
         expected = paged_attention_reference(query, cache, paging, **settings)
         assert_close(paged_attention(query, cache, paging, **settings), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("behind", 1, 4, sinks=True),
+        Case("behind", 2, 3, 40, block_size=256, sliding_window=150, softcap=5.0),
+        Case("behind", 1, 4, format="int8"),
+        Case("behind", 1, 4, 96, block_size=32, format="int4"),  # whose chunks are not split
+    ],
+    ids=str,
+)
+def test_keys_of_chunks_are_split(case, device, monkeypatch):
+    """Chunks that fill few programs, behind contexts of several splits, beside decode rows and a padding sequence."""
+    monkeypatch.setitem(BATCHES, "behind", ((70, 300), (1, 90), (40, 40), (0, 0), (5, 0), (66, 280)))
+    use_multiprocessors(monkeypatch, 1000)
+    inputs = make_inputs(case, torch.float16)
+    query, cache, paging = inputs.arrays
+    planned = plan_launch(query, query, cache, paging, **inputs.settings, device=Device("sm_90", 1000))[-1]
+    assert (planned.arguments["large_splits"] > 2) == (case.format != "int4")
+    check(case, torch.float16, device)
