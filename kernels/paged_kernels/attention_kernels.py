@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from paged_kernels.block_packing import Packed, load_packed_keys, load_packed_values, packed_of_head
+from paged_kernels.dependent_launch import wait_for_previous
 from paged_kernels.layer_ops import is_last
 
 
@@ -720,7 +721,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     window, scale, softcap,
     stride_table, stride_packed_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
     CACHE: tl.constexpr, LAYER: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, PARTIAL: tl.constexpr,
-    PREFIX_N: tl.constexpr, MAX_SLOTS: tl.constexpr,
+    PREFIX_N: tl.constexpr, MAX_SLOTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a mixed batch.
 
@@ -730,6 +731,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     have finished; it is zero before and after the launch. Scores are scaled by log2(e), so that exp is exp2. The scales
     of a quantized cache are folded into scores and weights, so no tile is dequantized.
     """
+    wait_for_previous(DEPENDENT)
     SMALL_Q: tl.constexpr = SMALL.block_m // LAYER.HEADS
     rows, results = Rows(query, stride_q_token, stride_q_head), Rows(out, stride_o_token, stride_o_head)
     packed = Packed(packed_key_codes, packed_key_scales, packed_key_zeros, packed_value_codes, packed_value_scales)

@@ -320,8 +320,10 @@ class LaunchTemplate:
     @classmethod
     def of(cls, kernel: Any, grid: tuple[int, ...], named: dict[str, Any]) -> "LaunchTemplate":
         """Create the template from named arguments and compiler options. Names that the kernel does not have are
-        ignored."""
+        ignored. The launch is dependent only if the kernel waits for the previous one."""
         constants = {name: named[name] for name in (*kernel.arg_names, *OPTIONS) if name in named}
+        if "DEPENDENT" not in kernel.arg_names:
+            constants.pop("launch_pdl", None)
         return cls(kernel, grid, constants, tuple(name for name in kernel.arg_names if name not in named))
 
     def launch(self, layer: dict[str, Any]) -> Launch:

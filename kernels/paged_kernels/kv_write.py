@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_kernels import layer_cache
+from paged_kernels.dependent_launch import wait_for_previous
 from paged_kernels.launch import Device, Launch, device_of
 from paged_kernels.launch_table import power_of_two, row_tile
 from paged_kernels.layer_cache import LayerCache, as_bytes, quantize, scale_keys
@@ -90,12 +91,13 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]
     key, value, key_cache, value_cache, key_scales, value_scales, key_channels, slots,
     stride_key_token, stride_key_head, stride_value_token, stride_value_head,
     CACHE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of one token's heads. Grid: (num_tokens, tiles of heads).
 
     value is None if the values are part of the keys.
     """
+    wait_for_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
@@ -134,7 +136,7 @@ def plan_kv_write(
         stride_key_token=key.stride(0), stride_key_head=key.stride(1),
         stride_value_token=value_strides[0], stride_value_head=value_strides[1],
         **_cache_arguments(cache), NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, VALUE_DIM=cache.value_dim,
-        BLOCK_H=block_h, BLOCK_D=block_d, BLOCK_V=block_v, num_warps=num_warps,
+        BLOCK_H=block_h, BLOCK_D=block_d, BLOCK_V=block_v, num_warps=num_warps, **device.dependence,
     )  # fmt: skip
     return Launch(kv_write_kernel, (num_tokens, triton.cdiv(num_kv_heads, block_h)), arguments)
 
@@ -210,12 +212,13 @@ def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
     stride_query_token, stride_query_head, stride_key_token, stride_key_head, stride_value_token, stride_value_head,
     stride_cos_token, stride_sin_token,
     CACHE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Rotate a tile of one token's heads; if they are KV heads, write keys and values.
 
     Grid: (num_tokens, tiles of query heads followed by tiles of KV heads).
     """
+    wait_for_previous(DEPENDENT)
     QUERY_TILES: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -285,7 +288,7 @@ def plan_rope_kv_write(
         stride_value_token=value.stride(0), stride_value_head=value.stride(1),
         stride_cos_token=cos.stride(0), stride_sin_token=sin.stride(0),
         **_cache_arguments(cache), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_H=block_h, BLOCK_HALF=block_half, num_warps=num_warps,
+        BLOCK_H=block_h, BLOCK_HALF=block_half, num_warps=num_warps, **device.dependence,
         enable_fp_fusion=False,  # blocks must be bit-identical for all implementations
     )  # fmt: skip
     tiles = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
@@ -383,12 +386,13 @@ def latent_kv_write_kernel(  # type: ignore[no-untyped-def]
     stride_query_token, stride_query_head, stride_latents, stride_cos, stride_sin,
     CACHE: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     FROM_PAIRS: tl.constexpr, TO_PAIRS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_ROPE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_ROPE: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Rotate a tile of one token's query heads, or write the key of a token.
 
     Grid: (num_tokens, tiles of query heads, and one more).
     """
+    wait_for_previous(DEPENDENT)
     QUERY_TILES: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -448,6 +452,7 @@ def plan_latent_kv_write(
         stride_cos=cos.stride(0), stride_sin=sin.stride(0), **_cache_arguments(cache),
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, RANK=len(weight), ROPE=rope, FROM_PAIRS=from_pairs, TO_PAIRS=to_pairs,
         BLOCK_H=block_h, BLOCK_ROPE=block_rope, BLOCK_D=power_of_two(latents.shape[1]), num_warps=num_warps,
+        **device.dependence,
         enable_fp_fusion=False,  # blocks must be bit-identical for all implementations
     )  # fmt: skip
     return Launch(latent_kv_write_kernel, (num_tokens, triton.cdiv(num_heads, block_h) + 1), arguments)

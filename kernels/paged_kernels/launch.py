@@ -1,5 +1,9 @@
-"""Launches of kernels, and the device that they run on. Imports no triton."""
+"""Launches of kernels, and the device that they run on. Imports no triton.
 
+The environment variable PAGED_GPU_FEATURES turns on features that have not run on a GPU yet, separated by commas.
+"""
+
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_kernels.launch_table import power_of_two
+from paged_kernels.launch_table import power_of_two, use_table, with_producers
 
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # compiler options among the arguments of a launch
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")  # compiler options among a launch's arguments
+FEATURES = "PAGED_GPU_FEATURES"
+DEPENDENT_LAUNCHES = "dependent_launches"  # `dependent_launch`
+PRODUCERS = "producers"  # tiles with a producer for all chunks: `hopper_attention`
 DEFAULT_MULTIPROCESSORS = 132  # multiprocessors of an H100 or H200, for runs without a GPU
 
 
@@ -22,21 +29,44 @@ class Device:
 
     chip: str  # name of its table: "sm_90", "gfx942"
     multiprocessors: int
+    features: frozenset[str] = frozenset()  # of PAGED_GPU_FEATURES
 
     @property
     def converts_fp8(self) -> bool:
         """Whether an instruction converts e4m3 to 16 bits."""
         return self.chip == "sm_89" or self.chip.startswith(("sm_9", "sm_1"))
 
+    @property
+    def dependence(self) -> dict[str, bool]:
+        """The arguments of a launch that may start before the previous one has ended; see `dependent_launch`."""
+        if DEPENDENT_LAUNCHES in self.features and self.chip.startswith(("sm_9", "sm_1")):
+            return {"DEPENDENT": True, "launch_pdl": True}
+        return {"DEPENDENT": False}
+
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """Return the properties of a GPU. For the CPU, where Triton's interpreter runs kernels, return an H100's."""
+    """Return the properties of a GPU. For the CPU, where Triton's interpreter runs kernels, return an H100's.
+
+    Raises ValueError for an unknown feature.
+    """
     if device.type != "cuda":
         return Device("sm_90", DEFAULT_MULTIPROCESSORS)
     properties = torch.cuda.get_device_properties(device)
     hip = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
-    return Device(hip.split(":")[0] or f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
+    chip = hip.split(":")[0] or f"sm_{properties.major}{properties.minor}"
+    features = read_features(os.environ.get(FEATURES, ""))
+    if PRODUCERS in features:
+        use_table(with_producers(chip))
+    return Device(chip, properties.multi_processor_count, features)
+
+
+def read_features(names: str) -> frozenset[str]:
+    """Return the features of a list. Raises ValueError for an unknown one."""
+    features = frozenset(filter(None, map(str.strip, names.split(","))))
+    if unknown := features - {DEPENDENT_LAUNCHES, PRODUCERS}:
+        raise ValueError(f"{FEATURES}={names!r}: {min(unknown)!r} is none of {DEPENDENT_LAUNCHES!r}, {PRODUCERS!r}")
+    return features
 
 
 @dataclass(frozen=True)

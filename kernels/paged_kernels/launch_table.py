@@ -4,6 +4,7 @@ Nothing is tuned while serving: `paged_kernels.tune` writes the tables. A shape 
 `default_tile` or `default_row_tile`. This module does not import triton.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -297,17 +298,24 @@ def use_table(table: Table) -> None:
     _tables[table.chip] = table
 
 
+def with_producers(chip: str) -> Table:
+    """Return the chip's table with PRODUCER_TILES for all chunks."""
+    table = find_table(chip) or Table(chip, {})
+    tiles = {key: tile for key, tile in table.tiles.items() if isinstance(key, RowTuningKey) or key.quantized}
+    for block_d, rows in itertools.product(PRODUCER_TILES, (16, 32, 64)):
+        tiles[TuningKey(block_d, 2, rows, False, 1)] = PRODUCER_TILES[block_d]
+    return Table(chip, tiles)
+
+
 @contextmanager
 def use_producers(chip: str) -> Iterator[None]:
-    """Use PRODUCER_TILES for all chunks on a chip, whatever its table says."""
-    table = find_table(chip) or Table(chip, {})
-    kept = {key: tile for key, tile in table.tiles.items() if isinstance(key, RowTuningKey)}
-    chunks = {TuningKey(d, 2, rows, False, 1): PRODUCER_TILES[d] for d in PRODUCER_TILES for rows in (16, 32, 64)}
-    use_table(Table(chip, kept | chunks))
+    """Use PRODUCER_TILES for all chunks within the context."""
+    before = find_table(chip)
+    use_table(with_producers(chip))
     try:
         yield
     finally:
-        _tables[chip] = table
+        _tables[chip] = before
 
 
 def find_tile(chip: str, key: TuningKey, *, producer: bool = False) -> Tile:

@@ -21,12 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paged_kernels.dependent_launch import prefetch_rows, wait_for_previous
 from paged_kernels.launch import Device, Launch, device_of, zeros
 from paged_kernels.launch_table import power_of_two, row_tile
 
 MAX_TILE_ROWS = 64  # more rows take several tiles, which read the weight again
 MAX_SPLITS = 8
 MIN_SPLIT_STEPS = 4  # minimum steps of a split; with fewer, loads do not overlap
+PREFETCHED_BYTES = 2048  # of each row of the weight, which a program prefetches while the previous launch ends
 WAVES = 2  # programs per multiprocessor up to which inputs are split
 MANY_ROWS = 64  # more rows take tiles of twice the height, if these are multiplied with the same instruction
 WIDE_TILES = ("sm_8", "sm_9", "sm_12")  # chips whose instructions, of 16 and 64 rows, do not grow with the tile
@@ -38,9 +40,10 @@ SHARED_WEIGHT = 8  # tiles of rows whose programs run together, so that they fin
 @triton.jit
 def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     normed, total, x, residual, weight, eps, stride_x, stride_residual,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Add and normalize one row. Grid: (num_tokens,). Without a residual, `total` is not written."""
+    wait_for_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
@@ -64,7 +67,7 @@ def plan_add_rms_norm(
     arguments = dict(
         normed=normed, total=total, x=x, residual=residual, weight=weight, eps=eps,
         stride_x=x.stride(0), stride_residual=residual.stride(0) if residual is not None else 0,
-        HIDDEN=hidden, BLOCK=tile.elements, num_warps=tile.num_warps,
+        HIDDEN=hidden, BLOCK=tile.elements, num_warps=tile.num_warps, **device.dependence,
     )  # fmt: skip
     return Launch(add_rms_norm_kernel, (num_tokens,), arguments)
 
@@ -101,8 +104,11 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, e
 
 
 @triton.jit
-def swiglu_kernel(out, gate_up, stride_gate_up, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def swiglu_kernel(  # type: ignore[no-untyped-def]
+    out, gate_up, stride_gate_up, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
     """Compute one tile of one row. Grid: (num_tokens, tiles of a row)."""
+    wait_for_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -119,7 +125,7 @@ def plan_swiglu(out: Tensor, gate_up: Tensor, *, device: Device) -> Launch:
     tile = row_tile(device.chip, "swiglu", width=width, rows=num_tokens)
     arguments = dict(
         out=out, gate_up=gate_up, stride_gate_up=gate_up.stride(0),
-        WIDTH=width, BLOCK=tile.elements, num_warps=tile.num_warps,
+        WIDTH=width, BLOCK=tile.elements, num_warps=tile.num_warps, **device.dependence,
     )  # fmt: skip
     return Launch(swiglu_kernel, (num_tokens, triton.cdiv(width, tile.elements)), arguments)
 
@@ -207,7 +213,7 @@ def few_rows_linear_kernel(  # type: ignore[no-untyped-def]
     stride_x, stride_residual, stride_weight, stride_split,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SWIGLU: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr, PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of outputs, or one split of its inputs. Grid: (tiles of outputs, SPLITS, tiles of rows).
 
@@ -225,6 +231,13 @@ def few_rows_linear_kernel(  # type: ignore[no-untyped-def]
     up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     square = tl.zeros([BLOCK_M], dtype=tl.float32)
     begin = split * SPLIT
+    if DEPENDENT:
+        end = tl.minimum(begin + SPLIT, INPUTS)
+        ITEMSIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        prefetch_rows(weight, tl.where(is_output, n, -1), stride_weight, begin, end, ITEMSIZE, PREFETCHED)
+        if SWIGLU:
+            prefetch_rows(weight, tl.where(is_output, n + OUTPUTS, -1), stride_weight, begin, end, ITEMSIZE, PREFETCHED)
+    wait_for_previous(DEPENDENT)
     for start in tl.range(begin, tl.minimum(begin + SPLIT, INPUTS), BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         mask = is_row[:, None] & (k < INPUTS)[None, :]
@@ -303,6 +316,7 @@ def plan_few_rows_linear(
         stride_split=num_rows * width, INPUTS=inputs, OUTPUTS=outputs, SWIGLU=swiglu, SPLITS=shape.splits,
         BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, STAGES=shape.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4,
+        PREFETCHED=PREFETCHED_BYTES // x.element_size(), **device.dependence,
     )  # fmt: skip
     return Launch(few_rows_linear_kernel, (shape.n_tiles, shape.splits, m_tiles), arguments)
 

@@ -76,7 +76,7 @@ def _plan(key: LayerKey, paging: Paging) -> AttentionPlan:
         large_splits=large_splits, num_splits=splits, prefix_splits=prefix_splits, slots=slots, queries=queries,
         min_split=min_split_of((most_small + large_tiles) * head_programs, device.multiprocessors), num_warps=num_warps,
         PARTIAL=partial, PREFIX_N=prefix.block_n if prefix else 1,
-        MAX_SLOTS=attention_plan.MAX_SPLITS * (2 if prefix else 1),
+        MAX_SLOTS=attention_plan.MAX_SPLITS * (2 if prefix else 1), **device.dependence,
     )  # fmt: skip
     grid = large_tiles * large_splits + splits * num_seqs, head_programs
     templates = [LaunchTemplate.of(paged_attention_kernel, grid, named)]
