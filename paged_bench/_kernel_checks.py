@@ -245,6 +245,8 @@ CELLS = (
     *(replace(_DECODE, pool=dtype) for dtype in FORMATS),
     replace(_DECODE, batch=8, context=2400, shared=2048),
     replace(_DECODE, kind="prefill", batch=2, context=200, query=150),
+    replace(_DECODE, kind="prefill", batch=3, context=1500, query=1400),  # fills large tiles
+    replace(_DECODE, kind="prefill", batch=1, context=9000, query=64),  # whose keys are split
 )
 CHECKS: dict[str, Check] = {
     **{f"paged_attention, {cell.name}": attention(cell) for cell in CELLS},

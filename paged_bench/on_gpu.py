@@ -1,11 +1,12 @@
 """All checks and measurements that need a GPU, in one command, most valuable first.
 
-    python -m paged_bench.on_gpu [--minutes 30] [--only checks engine ...]
+    python -m paged_bench.on_gpu [--minutes 30] [--group checks engine] [--only model ...]
 
-PYTHONPATH must have the checkout and its folders kernels/ and client/, unless the project is installed. It needs no
-network, and only the packages of the engine: a step that needs another one says so. Results go to
-kernels/bench/results/<date>-<gpu>/, with versions, the clocks before and after, and a summary beside the figures of an
-earlier run. A step that fails or exceeds its limit is reported, its results so far are kept, and the next one runs.
+The groups "checks" and "engine" take up to ten minutes together. Kernels that are off because they have never run on a
+GPU run in steps of their own. PYTHONPATH must have the checkout and its folders kernels/ and client/, unless the project
+is installed. It needs no network, and only the packages of the engine: a step that needs another one says so. Results go
+to kernels/bench/results/<date>-<gpu>/, with versions, the clocks before and after, and a summary beside the figures of
+an earlier run. A step that fails or exceeds its limit is reported, its results so far are kept, and the next one runs.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from paged_bench._engine import MODELS, TABLE
 from paged_bench._harness import ROOT, number, package_versions, rate
 from paged_client.serving import demo_model
 from paged_client.serving.server_files import ServerNotFoundError, find_server
+from paged_kernels.launch import DEPENDENT_LAUNCHES, FEATURES, PRODUCERS
 
 RESULTS = ROOT / "kernels/bench/results"
 EARLIER = RESULTS / "2026-11-22-nvidia-h100/figures.json"
@@ -43,6 +45,7 @@ SKIPPED = "skipped: "
 MARK = "PAGED_BENCH_STEP"  # an environment variable of all processes of a step
 GPU, DEMO_MODEL, SERVER = "a GPU", "the demo model", "tritonserver"
 OK = "ok"
+NEW_FEATURES = (DEPENDENT_LAUNCHES, PRODUCERS)
 # Figures to show even if the earlier run does not have them.
 SHOWN = re.compile(r"output_throughput |load to ready|KV cache |kernels compiled |.*\((vLLM|FlashInfer)\)$")
 
@@ -58,6 +61,8 @@ class Step:
     limit: float  # seconds
     command: tuple[str, ...]  # arguments of the Python interpreter; {out} is the folder of the results
     needs: tuple[str, ...] = ()  # packages, GPU, DEMO_MODEL or SERVER
+    group: str = "more"
+    features: str = ""  # of PAGED_GPU_FEATURES: kernels that are off because they have never run on a GPU
 
     def missing(self) -> str | None:
         """Return the reason why the step cannot run on this machine."""
@@ -70,7 +75,7 @@ class Step:
         """
         mark = secrets.token_hex(16)
         command = [sys.executable, *(part.format(out=out) for part in self.command)]
-        environment = os.environ | dict(variables) | {MARK: mark}
+        environment = os.environ | dict(variables) | {MARK: mark, FEATURES: self.features}
         with (out / f"{self.name}.log").open("w") as log:
             try:
                 done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=seconds)
@@ -115,10 +120,15 @@ def _marked(mark: str) -> Iterator[int]:
                 yield int(directory.name)
 
 
-def _bench(step: str, limit: float, name: str, *arguments: str, needs: tuple[str, ...] = ()) -> Step:
+def _bench(step: str, limit: float, name: str, *arguments: str, **options: Any) -> Step:
     """Return a step that runs `paged bench NAME`, without the packages that the other commands of `paged` import."""
     run = f"import sys; from paged_bench.{name} import main; sys.exit(main(sys.argv[1:]))"
-    return Step(step, limit, ("-c", run, "--json", f"{{out}}/{step}.json", *arguments), needs)
+    return Step(step, limit, ("-c", run, "--json", f"{{out}}/{step}.json", *arguments), **options)
+
+
+def _module(step: str, limit: float, name: str, *arguments: str, **options: Any) -> Step:
+    """Return a step that runs a module of this package."""
+    return Step(step, limit, ("-m", f"paged_bench.{name}", *arguments, "--json", f"{{out}}/{step}.json"), **options)
 
 
 def _pytest(step: str, limit: float, *arguments: str) -> Step:
@@ -137,24 +147,35 @@ ENGINE_TESTS = (
     "scheduling/test_beam_search", "kv/test_page_copier", "kv/test_cache", "kv/stores/test_disk",
     "engine/test_workers",
 )  # fmt: skip
-QWEN = ("--model", "Qwen3-0.6B", "--rounds", "2")
+QWEN = ("--model", "Qwen3-0.6B")
+ALONE = (*QWEN, "--alone", "--rounds")
+SHORT = _workloads(TABLE[0], TABLE[1], TABLE[3])
+NEW = ",".join(NEW_FEATURES)
 STEPS = (
-    Step("checks", 120, ("-m", "paged_bench._kernel_checks", "--processes", "8", "--json", "{out}/checks.json")),
-    Step("model", 240, ("-m", "paged_bench._model_check", "--json", "{out}/model.json"), (DEMO_MODEL, "tritonclient")),
-    _bench("engine", 420, "engine", *QWEN, "--alone", *_workloads("nano", *TABLE)),
-    _bench("kernels-quick", 150, "kernels", "--quick"),
-    _bench("vllm", 300, "engine", *QWEN, "--peers", "vllm", *_workloads("nano", *TABLE[:3], TABLE[4]), needs=("vllm",)),
+    _module("checks", 100, "_kernel_checks", "--processes", "8", group="checks"),
+    _module("checks-features", 40, "_kernel_checks", "--processes", "8", group="checks", features=NEW),
+    _module("model", 140, "_model_check", needs=(DEMO_MODEL, "tritonclient"), group="checks"),
+    _bench("engine", 200, "engine", *ALONE, "2", *_workloads("nano"), *SHORT, group="engine"),
+    _bench("engine-features", 120, "engine", *ALONE, "1", *SHORT, group="engine", features=NEW),
+    _bench("kernels-quick", 150, "kernels", "--quick", group="kernels"),
+    _bench("kernels-features", 100, "kernels", "--quick", group="kernels", features=NEW),
+    _bench("kernels", 400, "kernels", group="kernels"),
+    Step("tune", 150, ("-m", "paged_kernels.tune", "--model", str(MODELS / QWEN[1])), group="kernels"),
+    _bench("engine-table", 420, "engine", *ALONE, "2", *_workloads(*TABLE)),
+    _bench(
+        "vllm", 300, "engine", *QWEN, "--rounds", "2", "--peers", "vllm", *_workloads("nano", *TABLE[:3], TABLE[4]),
+        needs=("vllm",),
+    ),
     _pytest(
         "kernel-tests", 300, "tests/kernels", "--ignore=tests/kernels/cpu", "--deselect", "tests/kernels/test_aot.py"
     ),
     _pytest("engine-tests", 300, *(f"tests/{name}.py" for name in ENGINE_TESTS)),
-    _bench("kernels", 400, "kernels"),
-    Step("tune", 150, ("-m", "paged_kernels.tune", "--model", str(MODELS / QWEN[1]))),
     _bench("llama", 240, "engine", "--model", "Llama-3.1-8B", "--rounds", "2", "--alone", *_workloads("sharegpt")),
     _bench("speculation", 90, "speculation", "--dtype", "bfloat16", needs=(DEMO_MODEL,)),
     _bench("server", 240, "server", needs=("tritonclient", SERVER, DEMO_MODEL)),
-    _bench("transformers", 300, "engine", *QWEN[:2], "--rounds", "1", "--peers", "transformers", *_workloads("nano")),
-)
+    _bench("transformers", 300, "engine", *QWEN, "--rounds", "1", "--peers", "transformers", *_workloads("nano")),
+)  # fmt: skip
+GROUPS = tuple(dict.fromkeys(step.group for step in STEPS))
 
 
 def rehearsal(model: str) -> tuple[Step, ...]:
@@ -163,8 +184,8 @@ def rehearsal(model: str) -> tuple[Step, ...]:
     long = 3600.0  # the machine may be slow
     instead = {
         "checks": replace(STEPS[0], limit=long),
-        "engine": _bench("engine", long, "engine", *small),
-        "kernels-quick": _bench("kernels-quick", long, "kernels", "--quick", "--only", "decode"),
+        "engine": _bench("engine", long, "engine", *small, group="engine"),
+        "kernels-quick": _bench("kernels-quick", long, "kernels", "--quick", "--only", "decode", group="kernels"),
     }
     return tuple(instead.get(step.name) or replace(step, needs=(*step.needs, GPU)) for step in STEPS)
 
@@ -309,6 +330,7 @@ def _run(step: Step, out: Path, left: float, variables: Mapping[str, str]) -> st
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=rate, default=30, help="total time (default: 30)")
+    parser.add_argument("--group", nargs="+", choices=GROUPS, help="run the steps of these groups only")
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="run these steps only")
     parser.add_argument("--out", type=Path, help="folder of the results; default: a new one")
     parser.add_argument(
@@ -321,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = [
         step
         for step in (rehearsal(args.rehearse) if args.rehearse else STEPS)
-        if not args.only or step.name in args.only
+        if (not args.only or step.name in args.only) and (not args.group or step.group in args.group)
     ]
     chip = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "cpu"
     out = (args.out or RESULTS / f"{datetime.datetime.now():%Y-%m-%d-%H%M}-{chip}").resolve()

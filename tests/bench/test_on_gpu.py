@@ -1,7 +1,6 @@
 """The command that runs all GPU checks and measurements, as far as it runs without a GPU."""
 
 import functools
-import itertools
 import json
 import os
 import select
@@ -33,11 +32,18 @@ print(subprocess.Popen([sys.executable, "-c", {HANG!r}], start_new_session=True)
 
 def test_most_valuable_steps_come_first():
     names = [step.name for step in STEPS]
-    assert names[:4] == ["checks", "model", "engine", "kernels-quick"]
-    engine = STEPS[2].command
-    workloads = [value for flag, value in itertools.pairwise(engine) if flag == "--workload"]
-    assert workloads == ["nano", *on_gpu.TABLE]
+    assert names[:4] == ["checks", "checks-features", "model", "engine"]
+    assert on_gpu.GROUPS == ("checks", "engine", "kernels", "more")
     assert len(set(names)) == len(names)
+
+
+def test_checks_and_engine_take_ten_minutes():
+    assert sum(step.limit for step in STEPS if step.group in ("checks", "engine")) <= 600
+
+
+def test_what_never_ran_on_a_gpu_runs_in_steps_of_its_own():
+    assert {step.name for step in STEPS if step.features} == {"checks-features", "engine-features", "kernels-features"}
+    assert {step.features for step in STEPS if step.features} == {"dependent_launches,producers"}
 
 
 @pytest.mark.parametrize(("after", "result"), [(HANG, "stopped after 8 s"), ("", "ok")])
@@ -165,6 +171,21 @@ def test_without_a_gpu_it_exits_with_an_error(capsys):
     assert "no GPU" in capsys.readouterr().err
 
 
+def test_only_the_steps_of_a_group_run(monkeypatch, tmp_path):
+    steps = tuple(Step(group, 60, ("-c", "pass"), group=group) for group in on_gpu.GROUPS)
+    monkeypatch.setattr(on_gpu, "STEPS", steps)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert on_gpu.main(["--group", "checks", "engine", "--out", str(tmp_path)]) == 0
+    assert list(json.loads((tmp_path / "run.json").read_text())["steps"]) == ["checks", "engine"]
+
+
+def test_features_of_a_step_reach_its_processes(tmp_path):
+    script = "import os; print(os.environ['PAGED_GPU_FEATURES'])"
+    assert Step("some", 60, ("-c", script), features="producers").run(tmp_path, 60, {}) == "ok"
+    assert (tmp_path / "some.log").read_text() == "producers\n"
+
+
 def test_run_continues_after_a_step_that_fails_or_takes_too_long(monkeypatch, tmp_path, capsys):
     steps = (
         Step("wrong", 60, ("-c", "print('here'); raise SystemExit(3)")),
@@ -213,7 +234,6 @@ def test_run_with_the_packages_of_the_engine_only(tiny, tmp_path):
     report = json.loads((out / "run.json").read_text())
     assert list(report["steps"]) == [step.name for step in STEPS]
     skipped = {name: result for name, result in report["steps"].items() if result != "ok"}
-    assert list(report["steps"])[:4] == ["checks", "model", "engine", "kernels-quick"]
     assert not {"checks", "engine", "kernels-quick"} & skipped.keys()
     assert skipped["vllm"] == "skipped: vllm is not installed"
     assert skipped["kernel-tests"] == skipped["engine-tests"] == "skipped: pytest is not installed"
