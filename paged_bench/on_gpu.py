@@ -2,11 +2,12 @@
 
     python -m paged_bench.on_gpu [--minutes 30] [--group checks engine] [--only model ...]
 
-The groups "checks" and "engine" take up to ten minutes together. Kernels that are off because they have never run on a
-GPU run in steps of their own. PYTHONPATH must have the checkout and its folders kernels/ and client/, unless the project
-is installed. It needs no network, and only the packages of the engine: a step that needs another one says so. Results go
-to kernels/bench/results/<date>-<gpu>/, with versions, the clocks before and after, and a summary beside the figures of
-an earlier run. A step that fails or exceeds its limit is reported, its results so far are kept, and the next one runs.
+The groups "checks" and "engine" take up to ten minutes together. Kernels that are off, because they have never run on a
+GPU, have steps of their own. PYTHONPATH must have the checkout and its folders kernels/ and client/, unless the project
+is installed. It needs no network, and only the packages of the engine: a step that needs another one says so. Results
+go to kernels/bench/results/<date>-<gpu>/, with versions, the clocks before and after, and a summary beside the figures
+of an earlier run. A step that fails or exceeds its limit is reported, its results so far are kept, and the next one
+runs.
 """
 
 from __future__ import annotations

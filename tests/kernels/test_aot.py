@@ -7,9 +7,7 @@ import sys
 
 import pytest
 
-from paged_kernels.aot import ATTENTION, MAX_SPILLED_BYTES, SMALL_KERNELS
-
-CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
+from paged_kernels.aot import ATTENTION, CHIPS, MAX_SPILLED_BYTES, PRODUCER, SMALL_KERNELS
 
 
 def report(environment: dict[str, str], *arguments: str) -> list[dict]:
@@ -28,10 +26,11 @@ def check(rows: list[dict]) -> set[tuple[str, str | None]]:
     return {(row["kernel"], row["format"]) for row in rows}
 
 
-def kernels_and_formats() -> set[tuple[str, str | None]]:
+def kernels_and_formats(chip: str) -> set[tuple[str, str | None]]:
     kernels = (*ATTENTION, "kv_write", "latent_kv_write", "rope_kv_write")
     return {
         *itertools.product(kernels, (None, "int8", "fp8")),
+        *({(PRODUCER, None)} if chip == "sm_90" else ()),
         *((kernel, "int4") for kernel in (*ATTENTION, "kv_write", "pack_blocks")),
         *(
             (kernel, None)
@@ -53,7 +52,7 @@ def check_products(rows: list[dict]) -> None:
 
 def test_a_configuration_of_each_kernel_compiles_without_spilling(compiled_environment):
     found = check(report(compiled_environment, "--sample", "--chip", "sm_90"))
-    assert {kernel for kernel, _ in found} == {kernel for kernel, _ in kernels_and_formats()}
+    assert {kernel for kernel, _ in found} == {kernel for kernel, _ in kernels_and_formats("sm_90")}
     assert {format for _, format in found} == {None, "int8", "fp8", "int4"}
 
 
@@ -77,7 +76,7 @@ def test_a_step_over_many_blocks_takes_hardly_more_instructions_than_one_within_
 @pytest.mark.parametrize("chip", CHIPS)
 def test_heaviest_configurations_compile_without_spilling(chip, compiled_environment):
     rows = report(compiled_environment, "--chip", chip)
-    assert check(rows) == kernels_and_formats()
+    assert check(rows) == kernels_and_formats(chip)
     check_products([row for row in rows if row["kernel"].startswith("invariant")])
 
 
