@@ -99,7 +99,7 @@ class ModelMemory:
         assert self._released is None
         runner = self._runner
         runner.copier.settle()
-        self._had_graphs, reserved = runner.has_graphs, self._reserved_bytes()
+        self._had_graphs, reserved = runner.num_graphs > 0, self._reserved_bytes()
         runner.release_graphs()
         graphs = reserved - self._reserved_bytes()
         try:

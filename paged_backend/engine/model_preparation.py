@@ -84,7 +84,8 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
 
     def capture(*, report: bool = False) -> None:
         capture_graphs(config, loaded, runner, graph_shapes_of(config, runner), report=report)
-        if not group.all_reduce_min(runner.has_graphs):  # NCCL calls: captured on all ranks or none
+        counts = {count for (count,) in group.all_gather([runner.num_graphs])}
+        if len(counts) > 1:  # NCCL calls: all ranks have the same graphs, or none
             runner.release_graphs()
 
     capture(report=True)

@@ -154,7 +154,7 @@ def _kernels(prepared: PreparedModel) -> str:
         return "PyTorch"
     if prepared.runner.kv.device.type == "cpu":
         return f"C++, level {native.level()}" if native.levels() else "PyTorch"
-    return f"Triton, {'CUDA graphs' if prepared.runner.has_graphs else 'no CUDA graphs'}"
+    return f"Triton, {'CUDA graphs' if prepared.runner.num_graphs else 'no CUDA graphs'}"
 
 
 def _data_types(loaded: LoadedModel) -> str:

@@ -2,12 +2,17 @@
 
 A graph reads its inputs from fixed memory, so a step of n rows is padded to a captured size and written there. Padding
 rows belong to padding sequences, which have no context, and they write no keys and values. Context lengths are not part
-of a graph; it is captured for the longest. A decode step's graph also samples. If any row has penalties or constraints,
-all rows are sampled again from its logits.
+of a graph; it is captured for the longest. The graphs of decode steps and of steps with chunks of prompts also sample.
+If any row has penalties or constraints, all rows are sampled again from its logits.
 
     rows           0 ... n-1 | n ... size-1
     slots          as packed | -1             nothing is written
     context_lens   as packed | 0              nothing is read
+
+In a step with chunks of prompts only the last row of a chunk is sampled, and none of a chunk that ends before its
+prompt. Its graph computes logits for one row per captured sequence:
+
+    sample_rows    as packed | 0              logits that are not used
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ MAX_ROWS = 512  # maximum rows of a captured step; with more, the device takes l
 # Number of rows at which computing takes as long as reading the weights (H200: 790 TFLOP/s / 4.3 TB/s).
 MEMORY_BOUND_ROWS = 192
 ROW_STEP = 32  # difference between the sizes of steps with draft tokens of many sequences
+CHUNK_STEP = 64  # difference between the sizes of steps with chunks of prompts
 
 NO_ROWS = torch.empty(0, dtype=torch.int32)
 NO_SHARED_PREFIXES = SharedPrefixes(NO_ROWS, NO_ROWS, torch.zeros(MAX_GROUPS + 1, dtype=torch.int32), 0)
@@ -55,18 +61,30 @@ class GraphShape(NamedTuple):
     rows: int  # rows, including padding
     queries: int  # maximum rows per sequence
     shared: bool = False  # whether rows share prefixes
+    prompts: bool = False  # whether logits are computed for `seqs` rows, as in steps with chunks of prompts
 
     @property
-    def rows_per_seq(self) -> int:
-        """The rows of each padding sequence, except for the last ones."""
-        return self.rows // self.seqs
+    def logits(self) -> int:
+        """The number of rows whose logits are computed."""
+        return self.seqs if self.prompts else self.rows
 
-    def fits(self, paging: Paging) -> bool:
-        """Return whether a step fits, with a padding sequence for every padding row. Attention may return NaN for a
-        row that belongs to no sequence."""
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every sequence is padded to `queries` rows (`batch.UniformBatch`)."""
+        return self.rows > self.seqs and not self.prompts
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """What shapes that differ only in size have in common."""
+        return self.prompts, self.shared, self.is_uniform, 0 if self.prompts else self.queries
+
+    def fits(self, batch: PackedBatch) -> bool:
+        """Return whether a batch fits, with padding sequences for all padding rows. Attention may return NaN for a row
+        that belongs to no sequence."""
+        paging = batch.paging
         rows, seqs = self.rows - len(paging.slots), self.seqs - paging.num_seqs
         same_kind = paging.max_query_len <= self.queries and (paging.shared is not None) == self.shared
-        return same_kind and 0 <= rows <= seqs * self.rows_per_seq
+        return same_kind and 0 <= rows <= seqs * self.queries and len(batch.sample_rows) <= self.logits
 
 
 def capture_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -78,18 +96,26 @@ def capture_batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 def graph_shapes(
-    max_num_seqs: int, max_num_batched_tokens: int, *, queries: int = 1, shared: bool = False
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    *,
+    queries: int = 1,
+    shared: bool = False,
+    max_chunk: int = MAX_ROWS,
 ) -> list[GraphShape]:
     """Return the shapes to capture, the largest first, so that the others fit into its memory.
 
-    queries: maximum rows per sequence, which is 1 plus the number of draft tokens. shared: also capture shapes for
-    steps with shared prefixes.
+    queries: maximum rows per sequence that decodes, which is 1 plus the number of draft tokens. shared: also capture
+    shapes for steps with shared prefixes. max_chunk: maximum rows of a chunk of a prompt.
 
     Besides decode steps there are two kinds of steps with draft tokens. With few sequences, every sequence is padded to
     `queries` rows (`batch.UniformBatch`): extra rows are free as long as reading the weights takes longer, and
     attention is partitioned for the actual number of sequences. With many sequences, often only some have draft tokens.
     Then rows cost time, so sequences are not padded and a shape allows up to one sequence per row; attention has enough
     work for any partition. The second kind also runs the steps that cannot be padded to the first.
+
+    Steps with chunks of prompts have up to half as many sequences as rows, for a few chunks and the decode rows beside
+    them. One more sequence is for padding.
     """
     decode = [GraphShape(size, size, 1) for size in capture_batch_sizes(max_num_seqs)]
     few, many = [], []
@@ -107,7 +133,18 @@ def graph_shapes(
         for shape in sort
         if shared and (shape.rows & (shape.rows - 1) == 0 or shape is sort[-1])
     ]
-    return _largest_first([*decode, *few, *many, *sharing])
+    most = min(MAX_ROWS, max_num_batched_tokens)
+    prompts = [
+        GraphShape(min(max_num_seqs, rows // 2) + 1, rows, min(rows, max_chunk), prompts=True)
+        for rows in (*range(CHUNK_STEP, most, CHUNK_STEP), most)
+        if rows > 1
+    ]
+    return _largest_first([*decode, *few, *many, *prompts, *sharing])
+
+
+def without_prompts(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    """Return the shapes of steps without chunks of prompts."""
+    return [shape for shape in shapes if not shape.prompts]
 
 
 def draft_shapes(shapes: Sequence[GraphShape]) -> list[GraphShape]:
@@ -116,11 +153,11 @@ def draft_shapes(shapes: Sequence[GraphShape]) -> list[GraphShape]:
 
 
 def largest_shapes(shapes: Sequence[GraphShape], count: int) -> list[GraphShape]:
-    """Return the `count` largest shapes of each kind. Shapes of one kind differ only in size."""
-    sorts: dict[tuple[object, ...], list[GraphShape]] = {}
+    """Return the `count` largest shapes of each kind."""
+    kinds: dict[tuple[int, ...], list[GraphShape]] = {}
     for shape in _largest_first(shapes):
-        sorts.setdefault((shape.queries, shape.shared, shape.rows_per_seq), []).append(shape)
-    return _largest_first([shape for sort in sorts.values() for shape in sort[:count]])
+        kinds.setdefault(shape.kind, []).append(shape)
+    return _largest_first([shape for kind in kinds.values() for shape in kind[:count]])
 
 
 def _largest_first(shapes: Sequence[GraphShape]) -> list[GraphShape]:
@@ -140,7 +177,8 @@ class _StaticInputs:
     context_lens: Tensor  # [seqs] int32
     query_starts: Tensor  # [seqs + 1] int32
     shared: SharedPrefixes | None
-    sampling: SamplingMetadata | None  # parameters of every row; None: the graph does not sample
+    sample_rows: Tensor | None  # [logits] int64: the rows whose logits are computed; None: every row
+    sampling: SamplingMetadata | None  # parameters of every row of the logits; None: the graph does not sample
     table_width: Tensor  # [1] int32
     # [up to pages * seqs * max_blocks] int32: a row of table_width entries per page and sequence, page after page. The
     # last field, because its size varies.
@@ -155,7 +193,8 @@ class _StaticInputs:
         if shared:
             shared = replace(shared, lens=pad(shared.lens, more_seqs), members=pad(shared.members, more_seqs))
         starts = paging.query_starts
-        ends = torch.arange(1, more_seqs[1] + 1, dtype=starts.dtype, device=starts.device) * shape.rows_per_seq + rows
+        ends = torch.arange(1, more_seqs[1] + 1, dtype=starts.dtype, device=starts.device) * shape.queries + rows
+        sample_rows = pad(batch.sample_rows, (0, shape.logits - len(batch.sample_rows))) if shape.prompts else None
         return cls(
             pad(batch.input_ids, more_rows),
             pad(batch.position_ids, more_rows),
@@ -163,6 +202,7 @@ class _StaticInputs:
             pad(paging.context_lens, more_seqs),
             torch.cat((starts, ends.clamp(max=shape.rows))),
             shared,
+            sample_rows,
             sampling,
             starts.new_full((1,), paging.block_tables.shape[1]),
             torch.cat([pad(of_page.block_tables, (0, 0, *more_seqs)) for of_page in batch.pagings]).flatten(),
@@ -174,7 +214,7 @@ class _StaticInputs:
         ids, none = torch.empty(1, 0, dtype=torch.int64), NO_ROWS
         shared = NO_SHARED_PREFIXES if shape.shared else None
         paging = Paging(ids[0], none[:, None], none, NO_ROWS.new_zeros(1), 1, 0, shared)
-        sampling = pad_metadata(None, shape.rows, device=ids.device) if samples else None
+        sampling = pad_metadata(None, shape.logits, device=ids.device) if samples else None
         padded = cls.padded(PackedBatch(ids, ids, (paging,) * num_pages, sample_rows=ids[0]), shape, sampling)
         return replace(padded, block_tables=NO_ROWS)
 
@@ -208,7 +248,7 @@ class ForwardOutput:
 class Graphs:
     """Captured graphs of one model, which share a buffer for their inputs.
 
-    The graph of a decode step contains everything from the inputs, which arrive in one copy, to the sampled tokens.
+    A graph that samples contains everything from the inputs, which arrive in one copy, to the sampled tokens.
     """
 
     def __init__(
@@ -228,9 +268,9 @@ class Graphs:
         """Capture every shape.
 
         forward: returns the logits of a packed batch. previous: [max_sampled] int64, the tokens that the previous step
-        sampled. shapes: the largest first. samples: whether decode steps sample, into `previous`. max_blocks: maximum
-        blocks in a block table. num_pages: pages of a block. broadcast_tokens: called with the sampled tokens. Raises
-        what `forward` or `capture` raises for a model that cannot be captured.
+        sampled. shapes: the largest first. samples: whether decode steps and steps with chunks of prompts sample, into
+        `previous`. max_blocks: maximum blocks in a block table. num_pages: pages of a block. broadcast_tokens: called
+        with the sampled tokens. Raises what `forward` or `capture` raises for a model that cannot be captured.
         """
         self._samples, self._previous, self._broadcast_tokens = samples, previous, broadcast_tokens
         self._block_size, self._max_context_len = block_size, max_context_len
@@ -238,7 +278,7 @@ class Graphs:
         self._num_pages = num_pages
         self._tables = torch.zeros(num_pages * max_seqs, max_blocks, dtype=torch.int32, device=device)
         self._all_rows = torch.arange(max(shape.rows for shape in shapes), device=device)
-        self._shapes = sorted(shapes)
+        self._shapes = sorted(shapes, key=lambda shape: (shape.rows, shape.queries, shape))
         paddings = {
             shape: _StaticInputs.all_padding(shape, num_pages, samples=self._samples_in(shape)) for shape in shapes
         }
@@ -251,7 +291,7 @@ class Graphs:
             self._replays[shape] = capture(self._step(forward, inputs, shape))
 
     def _samples_in(self, shape: GraphShape) -> bool:
-        return self._samples and shape.queries == 1
+        return self._samples and (shape.queries == 1 or shape.prompts)
 
     def _views(self, padding: _StaticInputs, shape: GraphShape) -> _StaticInputs:
         """Return a shape's inputs in the buffer, with block tables of the maximum size."""
@@ -266,10 +306,11 @@ class Graphs:
         self, forward: Callable[[PackedBatch], Tensor], inputs: _StaticInputs, shape: GraphShape
     ) -> Callable[[], Tensor]:
         # The closure keeps alive every tensor that the graph reads, which the graph itself does not.
-        num_pages, all_rows, previous = self._num_pages, self._all_rows[: shape.rows], self._previous
+        num_pages, previous = self._num_pages, self._previous
+        sample_rows = self._all_rows[: shape.rows] if inputs.sample_rows is None else inputs.sample_rows
         tables = self._tables[: num_pages * shape.seqs]  # the tables of all sequences for each page
         of_page = tables.split(shape.seqs)
-        sampled, metadata = previous[: shape.rows], inputs.sampling
+        sampled, metadata = previous[: shape.logits], inputs.sampling
         block_size, max_context_len, broadcast_tokens = self._block_size, self._max_context_len, self._broadcast_tokens
 
         def run() -> Tensor:
@@ -298,7 +339,7 @@ class Graphs:
                 )
                 for slots, block_tables in zip(inputs.slots, of_page, strict=True)
             )
-            logits = forward(PackedBatch(ids, inputs.position_ids, pagings, sample_rows=all_rows))
+            logits = forward(PackedBatch(ids, inputs.position_ids, pagings, sample_rows=sample_rows))
             if metadata:
                 broadcast_tokens(sample(logits, metadata, out=sampled))
             return logits
@@ -306,26 +347,32 @@ class Graphs:
         return run
 
     @property
+    def count(self) -> int:
+        """The number of captured shapes."""
+        return len(self._shapes)
+
+    @property
     def uniform(self) -> UniformBatch | None:
         """The padding of steps with draft tokens, if such shapes are captured."""
-        few = [shape for shape in self._shapes if shape.rows_per_seq > 1]
+        few = [shape for shape in self._shapes if shape.is_uniform]
         return UniformBatch(few[-1].queries, few[-1].seqs) if few else None
 
-    def find(self, paging: Paging) -> GraphShape | None:
-        """Return the smallest captured shape, by sequences, that a step fits into; None if there is none."""
-        first = bisect_left(self._shapes, (paging.num_seqs,))
-        return next((shape for shape in self._shapes[first:] if shape.fits(paging)), None)
+    def find(self, batch: PackedBatch) -> GraphShape | None:
+        """Return the captured shape with the fewest rows that a batch fits into; None if there is none."""
+        first = bisect_left(self._shapes, len(batch.paging.slots), key=lambda shape: shape.rows)
+        return next((shape for shape in self._shapes[first:] if shape.fits(batch)), None)
 
     def replay(self, shape: GraphShape, batch: PackedBatch, upload: DeviceUpload) -> ForwardOutput:
-        """Run a batch that fits a captured shape. The graph's own tokens are used if all rows sample a token from
-        unchanged logits."""
-        count, sampling, tokens, metadata = len(batch.paging.slots), batch.sampling, None, None
-        sample_rows = None if len(batch.sample_rows) == count else batch.sample_rows
+        """Run a batch that fits a captured shape. The graph's own tokens are used if every sample has a row of the
+        logits by itself, and unchanged logits."""
+        count, sampling, tokens, metadata = len(batch.sample_rows), batch.sampling, None, None
+        has_own_rows = shape.prompts or count == len(batch.paging.slots)  # the logits are those of the sampled rows
+        sample_rows = None if has_own_rows else batch.sample_rows
         if self._samples_in(shape):
-            if sample_rows is None and batch.logit_rows is None and not sampling.changes_logits:
+            if has_own_rows and batch.logit_rows is None and not sampling.changes_logits:
                 tokens, metadata = self._previous[:count], sampling.metadata
                 sampling = replace(sampling, metadata=None)
-            metadata = pad_metadata(metadata, shape.rows, device=batch.input_ids.device)
+            metadata = pad_metadata(metadata, shape.logits, device=batch.input_ids.device)
         inputs = _StaticInputs.padded(batch, shape, metadata)
         step = self._upload(_StepUpload(inputs, sample_rows, batch.logit_rows, sampling), upload)
         sampling = step.sampling
@@ -342,8 +389,8 @@ def graph_capture(device: torch.device) -> GraphCapture | None:
 
 
 class CudaGraphCapture:
-    """Captures CUDA graphs that share one memory pool and one tensor for logits, which the first and largest graph
-    allocates. The logits must be used before the next replay of any graph."""
+    """Captures CUDA graphs that share one memory pool and one tensor for logits, which the first graph with the most
+    logits allocates. The logits must be used before the next replay of any graph."""
 
     def __init__(self) -> None:
         self._stream = _capture_stream(torch.cuda.current_device())
@@ -358,7 +405,8 @@ class CudaGraphCapture:
     def _captured(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def run() -> Tensor:
             logits = step()
-            return logits if self._logits is None else self._logits[: len(logits)].copy_(logits)
+            shared = None if self._logits is None else self._logits[: len(logits)]
+            return logits if shared is None or len(shared) < len(logits) else shared.copy_(logits)
 
         expected = self._warm_up(run).clone()
         graph = torch.cuda.CUDAGraph()
@@ -366,7 +414,7 @@ class CudaGraphCapture:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = run()
         self._pool = graph.pool()
-        if self._logits is None:
+        if self._logits is None or len(self._logits) < len(logits):
             self._logits = logits
 
         def replay() -> Tensor:

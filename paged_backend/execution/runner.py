@@ -119,7 +119,7 @@ class Runner:
         max_context_len: int,
         num_pages: int = 1,
     ) -> None:
-        """Capture graphs of steps, the largest first, which later steps replay. A model that cannot be captured runs
+        """Capture graphs of steps, the largest first, which later steps replay. Steps that cannot be captured run
         eagerly, with a warning in the log. max_blocks: maximum blocks in a block table. num_pages: pages of a
         block."""
 
@@ -139,12 +139,13 @@ class Runner:
                 self._draft_graphs = graphs(self.drafter.forward, shapes=draft_shapes(shapes), samples=False)
             self._graphs = steps
         except Exception as error:  # raised if the model reads values on the host, or a kernel allocates
-            log.warning("no CUDA graphs, so decode steps take longer: %s: %s", type(error).__name__, error)
+            slower = "prompts" if any(shape.prompts for shape in shapes) else "decode steps"
+            log.warning("no CUDA graphs, so %s take longer: %s: %s", slower, type(error).__name__, error)
 
     @property
-    def has_graphs(self) -> bool:
-        """Whether graphs are captured."""
-        return self._graphs is not None
+    def num_graphs(self) -> int:
+        """The number of captured steps."""
+        return self._graphs.count if self._graphs else 0
 
     @property
     def uniform(self) -> UniformBatch | None:
@@ -205,7 +206,7 @@ class Runner:
     def _run(self, packed: PackedBatch) -> ForwardOutput:
         """Run the forward passes of a batch: a captured graph if one fits, else the model itself."""
         graphs = self._graphs
-        shape = graphs.find(packed.paging) if graphs and packed.is_replayable else None
+        shape = graphs.find(packed) if graphs and packed.is_replayable else None
         if graphs and shape and not packed.drafting:
             return graphs.replay(shape, packed, self._upload)
         batch = self._upload(packed)
@@ -241,7 +242,7 @@ class Runner:
     def _draft_forward(self, batch: PackedBatch) -> Tensor:
         """Return the draft model's logits of a batch on the device."""
         assert self.drafter
-        shape = self._draft_graphs.find(batch.paging) if self._draft_graphs else None
+        shape = self._draft_graphs.find(batch) if self._draft_graphs else None
         if self._draft_graphs and shape:
             return self._draft_graphs.replay(shape, batch, NO_UPLOAD).logits
         return self.drafter.forward(batch)

@@ -125,9 +125,9 @@ def test_graphs_are_captured_again(tiny, monkeypatch):
     expected, count = generate(assembly), len(capture.replays)
     assert count
     assembly.model_memory.release()
-    assert not assembly.runner.has_graphs
+    assert not assembly.runner.num_graphs
     assembly.model_memory.restore()
-    assert assembly.runner.has_graphs
+    assert assembly.runner.num_graphs
     assembly.scheduler.clear_cache()
     assert generate(assembly) == expected
     assert len(capture.replays) == 2 * count

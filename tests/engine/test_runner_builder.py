@@ -7,6 +7,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.engine import runner_builder
 from paged_backend.engine.pools import Pools, PoolSizing
 from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
+from paged_backend.execution import graphs
 from tests.support.in_process import TINY, tiny_assembly
 
 CPU = torch.device("cpu")
@@ -51,13 +52,14 @@ def test_graphs_are_captured_unless_the_options_forbid_it(loaded, monkeypatch, e
     runner = build_runner(config, loaded, CPU, pools_of(loaded, 64))
     shapes = graph_shapes_of(config, runner)
     capture_graphs(config, loaded, runner, shapes)
-    assert runner.has_graphs == (not enforce_eager)
-    assert sorted(rows) == ([] if enforce_eager else sorted(2 * [shape.rows for shape in shapes]))
+    assert runner.num_graphs == (0 if enforce_eager else len(shapes))
+    drafts = graphs.draft_shapes(shapes)
+    assert sorted(rows) == ([] if enforce_eager else sorted(shape.logits for shape in (*shapes, *drafts)))
 
 
 def test_graphs_cover_the_verification_of_draft_tokens(loaded):
     runner = build_runner(config_of(), loaded, CPU, pools_of(loaded, 5))
     shapes = {count: graph_shapes_of(config_of(num_speculative_tokens=count), runner) for count in (0, 1)}
-    most = {count: max(shape.rows for shape in found) for count, found in shapes.items()}
+    most = {count: graphs.without_prompts(found)[0].rows for count, found in shapes.items()}
     assert most[0] == 8
     assert most[1] >= 16

@@ -67,7 +67,7 @@ def test_graph_memory_is_predicted(monkeypatch, max_num_seqs, num_drafts, drafts
     monkeypatch.setattr(warm_up, "capture_graphs", memory.capture)
     monkeypatch.setattr(torch.cuda, "empty_cache", memory.empty)
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory.free)
-    kv = SimpleNamespace(device=torch.device("cuda"))
+    kv = SimpleNamespace(device=torch.device("cuda"), layers=())
     runner = SimpleNamespace(
         kv=kv, shares_prefixes=shares_prefixes, drafter=drafts, release_graphs=memory.release_graphs
     )

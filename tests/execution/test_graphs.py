@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from paged_backend.engine import core, runner_builder
 from paged_backend.execution import graphs, runner
-from paged_backend.models import few_rows
+from paged_backend.models import few_rows, latent_attention
 from paged_kernels import paging
 from tests.support.families import FAMILIES
 from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
@@ -51,7 +51,7 @@ def plain(tiny, prompts):
 def test_replayed_steps_give_the_same_tokens_as_eager(tiny, prompts, plain, capture, max_num_seqs):
     with running(tiny_assembly(tiny[0], max_num_seqs=max_num_seqs)) as engine:
         assert engine.generate(prompts, **SAMPLING) == plain
-    assert set(capture.replays) <= set(graphs.capture_batch_sizes(max_num_seqs))
+    assert set(capture.replays) <= {*graphs.capture_batch_sizes(max_num_seqs), max_num_seqs + 1}
     assert capture.replays
 
 
@@ -335,29 +335,172 @@ def test_replayed_verification_of_drafts_gives_the_same_tokens(
 
 
 def test_replayed_shapes_with_a_draft_model(tiny, capture):
-    """All steps but the prompt: four tokens of the draft model, then a verification of five rows; at the end a decode
-    step, for which no token is left to draft."""
+    """The prompt, then four tokens of the draft model and a verification of five rows; at the end a decode step, for
+    which no token is left to draft."""
     with running(tiny_assembly(tiny[0], num_speculative_tokens=4, speculative_model=str(tiny[0]))) as engine:
         engine.generate([[5, 6, 7, 8, 9, 10]], max_tokens=12)
-    assert capture.replays == [*[1, 1, 1, 1, 5] * 2, 1]
+    assert capture.replays == [9, *[1, 1, 1, 1, 5] * 2, 1]
 
 
 def test_sequence_shorter_than_a_verification_is_not_widened(tiny, capture, checked):
-    """It has no five rows to pad to, so the captured step of 32 rows is used, filled up with padding."""
+    """It has no five rows to pad to, so a captured step with padding sequences is used, which has 16 rows."""
     with running(tiny_assembly(tiny[0], num_speculative_tokens=4, speculative_model=str(tiny[0]))) as engine:
         engine.generate([[5]], max_tokens=4)
-    assert capture.replays == [1, 1, 1, 32]  # the prompt, two draft tokens, and three rows
-    assert checked == [(1, 1), (32, 32)]
+    assert capture.replays == [1, 1, 1, 9]  # the prompt, two draft tokens, and three rows
+    assert checked == [(1, 1), (16, 9)]
 
 
 def test_draft_model_also_runs_steps_without_drafts(tiny, capture):
     """A replay that left out the draft model's keys and values would make its later draft tokens wrong."""
     with running(tiny_assembly(tiny[0], num_speculative_tokens=3, speculative_model=str(tiny[0]))) as engine:
         (tokens,) = engine.generate([[5, 6, 7]], max_tokens=18, presence_penalty=0.1)  # which disables drafting
-        assert capture.replays == [32, *[1] * 17]
+        assert capture.replays == [9, *[1] * 17]
         engine.generate([[5, 6, 7, *tokens]], max_tokens=17)
         stats = engine.assembly.scheduler.stats
     assert stats.draft_tokens and stats.accepted_tokens == stats.draft_tokens
+
+
+# --- prompts
+
+ROOMY = {"max_num_batched_tokens": 128, "num_gpu_blocks_override": 256, "enable_prefix_caching": False}
+PROMPT_LOGITS = 9  # logits of a captured step with chunks of prompts: eight sequences, and one that is padding
+
+
+def tokens_of(length, first=5):
+    return [3 + (first * position * position + position) % 250 for position in range(length)]
+
+
+def steps_of(engine):
+    """Return the sequences and tokens of each step so far, and whether it was replayed."""
+    return [(one.report.num_seqs, one.report.num_tokens, one.report.replayed) for one in engine.history if one.report]
+
+
+CAPTURED = {2: 64, 64: 64, 65: 128, 128: 128, 200: 256, 240: 256}  # rows of the step that holds a prompt, by its length
+ARRIVING = [*(tokens_of(7, first=key) for key in (2, 3, 4)), tokens_of(150), tokens_of(90, first=7)]
+
+
+@pytest.fixture(scope="module")
+def eager(tiny):
+    """An engine without graphs."""
+    with running(tiny_assembly(tiny[0], enforce_eager=True, **ROOMY)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def arrived(eager):
+    return eager.generate(ARRIVING, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def alone(eager):
+    """Prompts with their tokens."""
+    prompts = [tokens_of(length, first=length) for length in CAPTURED]
+    return [(prompt, eager.generate([prompt], max_tokens=4)) for prompt in prompts]
+
+
+@pytest.mark.usefixtures("async_scheduling")
+def test_a_lone_prompt_is_replayed(tiny, alone, capture, checked):
+    """In the smallest step that holds it. Padding does not change its tokens."""
+    with running(tiny_assembly(tiny[0], **ROOMY | {"max_num_batched_tokens": 256})) as engine:
+        for prompt, tokens in alone:
+            assert engine.generate([prompt], max_tokens=4) == tokens
+        assert all(replayed for _, _, replayed in steps_of(engine))
+    assert [step for step in checked if step[0] > 8] == [(rows, PROMPT_LOGITS) for rows in CAPTURED.values()]
+
+
+@pytest.mark.usefixtures("async_scheduling")
+def test_chunks_of_a_prompt_are_replayed_with_the_decode_rows_beside_them(tiny, arrived, capture, checked):
+    """A chunk that ends before its prompt samples nothing."""
+    with running(tiny_assembly(tiny[0], **ROOMY | {"max_num_batched_tokens": 64}), lead=1) as engine:
+        keys = [engine.submit(prompt, max_tokens=12) for prompt in ARRIVING[:3]]
+        while not all(engine.outputs[key].tokens for key in keys):
+            engine.step()
+        keys += [engine.submit(prompt, max_tokens=12) for prompt in ARRIVING[3:]]
+        assert [output.tokens for output in engine.wait(*keys)] == arrived
+        steps = steps_of(engine)
+    assert all(replayed for _, _, replayed in steps)
+    assert sum(seqs > 1 and tokens == 64 for seqs, tokens, _ in steps) >= 3
+    assert (64, PROMPT_LOGITS) in checked
+
+
+def test_first_tokens_are_sampled_from_the_logits_of_a_replay(tiny, eager, capture):
+    prompts = [tokens_of(70), tokens_of(40, first=8)]
+
+    def outputs(engine):
+        found = []
+        for options in (
+            {"presence_penalty": 1.5, "repetition_penalty": 1.3},
+            {"allowed_token_ids": [5, 7, 11]},
+            {"temperature": 1.0, "top_p": 0.9, "seed": 3},
+            {"beam_width": 2},
+            {"logprobs": 2},
+        ):
+            found += engine.wait(*[engine.submit(prompt, max_tokens=3, **options) for prompt in prompts])
+        return found
+
+    with running(tiny_assembly(tiny[0], **ROOMY)) as engine:
+        found = outputs(engine)
+        assert all(replayed for _, _, replayed in steps_of(engine))
+    assert PROMPT_LOGITS in capture.replays
+    for one, other in zip(found, outputs(eager), strict=True):
+        assert one.tokens == other.tokens
+        assert logprobs_of(one.logprobs) == pytest.approx(logprobs_of(other.logprobs), abs=1e-3)
+
+
+def logprobs_of(values):
+    return {(at, entry.token): entry.logprob for at, of_token in enumerate(values) for entry in of_token}
+
+
+def test_a_prompt_with_more_logits_than_sequences_runs_eagerly(tiny, eager, capture):
+    """As for its log probabilities. With few tokens it is replayed, and its first token is sampled afterwards."""
+    with running(tiny_assembly(tiny[0], **ROOMY)) as engine:
+        for prompt in (tokens_of(8), tokens_of(100)):
+            of_both = [one.wait(one.submit(prompt, max_tokens=3, prompt_logprobs=2))[0] for one in (engine, eager)]
+            assert of_both[0].tokens == of_both[1].tokens
+            found, expected = (logprobs_of(output.prompt_logprobs) for output in of_both)
+            assert len(found) >= 2 * (len(prompt) - 1)
+            assert found == pytest.approx(expected, abs=1e-3)
+        assert [replayed for _, _, replayed in steps_of(engine)] == [True, True, True, False, True, True]
+
+
+def test_prompts_that_cannot_be_captured_leave_the_graphs_of_decode_steps(tiny, eager, capture, monkeypatch, caplog):
+    forward, prompt = runner.Runner._forward, tokens_of(100)
+
+    def reading(self, batch):
+        logits = forward(self, batch)
+        if batch.paging.max_query_len > 1:
+            logits[0, 0].item()
+        return logits
+
+    monkeypatch.setattr(runner.Runner, "_forward", reading)
+    expected = eager.generate([prompt], max_tokens=4)
+    with caplog.at_level(logging.WARNING), running(tiny_assembly(tiny[0], **ROOMY)) as engine:
+        assert engine.generate([prompt], max_tokens=4) == expected
+        assert [replayed for _, _, replayed in steps_of(engine)] == [False, True, True, True]
+    assert "no CUDA graphs, so prompts take longer: RuntimeError: operation not permitted" in caplog.text
+    assert "decode steps take longer" not in caplog.text
+
+
+def test_chunks_over_latents_are_replayed_if_they_are_not_expanded(tmp_path, capture, monkeypatch):
+    """Expanding the latents of a long chunk reads lengths on the host. The model has no experts, which do so on a
+    CPU."""
+    monkeypatch.setattr(latent_attention.LatentAttention, "_break_even", lambda self: 128)
+    config = FAMILIES["deepseek_v3"]()
+    config.first_k_dense_replace = config.num_hidden_layers
+    save_tiny(config, tmp_path)
+    prompts = [[tokens_of(127)], [tokens_of(128)], [tokens_of(80), tokens_of(100, first=7)]]
+
+    def outputs(**options):
+        with running(tiny_assembly(tmp_path, **ROOMY | options), lead=1) as engine:
+            return [engine.generate(together, max_tokens=2) for together in prompts], steps_of(engine)
+
+    (found, steps), (expected, _) = outputs(), outputs(enforce_eager=True)
+    assert found == expected
+    assert {step for step in steps if step[1] > 2} >= {(1, 127, True), (1, 128, False)}
+    assert all(replayed for _, tokens, replayed in steps if tokens != 128)
+
+
+# --- the operations of a step
 
 
 def test_cpu_has_no_graph_capture():
@@ -371,9 +514,10 @@ def test_cpu_has_no_graph_capture():
         pytest.param({"batch_invariant": True}, id="batch-invariant", marks=pytest.mark.nightly),
     ],
 )
-def test_a_decode_step_is_one_copy_one_graph_and_one_copy_back(options):
-    """With the kernels that a GPU runs: six launches per layer with few rows, and none outside of the graph. With
-    batch_invariant there are nine for any number of rows, or ten if programs share the keys of a row."""
+def test_a_step_is_one_copy_one_graph_and_one_copy_back(options):
+    """A decode step or a prompt, with the kernels that a GPU runs: six launches per layer with few rows, and none
+    outside of the graph. With batch_invariant there are nine for any number of rows, or ten if programs share the keys
+    of a row."""
     command = [sys.executable, "-m", "tests.support.fake_decode_step", "qwen3", json.dumps(options)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
@@ -402,13 +546,15 @@ def test_graph_shapes_cover_every_step_up_to_their_bounds(max_num_seqs, budget, 
     shapes = graphs.graph_shapes(max_num_seqs, budget, queries=queries)
     assert [shape.rows for shape in shapes] == sorted((shape.rows for shape in shapes), reverse=True)
     assert len(set(shapes)) == len(shapes)
+    shapes = graphs.without_prompts(shapes)
     held = SimpleNamespace(shared=None)
     for held.num_seqs in range(1, max_num_seqs + 1):
         for held.max_query_len in {1, queries}:
             rows = range(held.num_seqs, held.num_seqs * held.max_query_len + 1)
             for held.slots in map(range, rows[:: max(1, len(rows) // 7)]):
                 if len(held.slots) <= min(budget, graphs.MAX_ROWS):
-                    assert any(shape.fits(held) for shape in shapes), held
+                    step = SimpleNamespace(paging=held, sample_rows=held.slots)
+                    assert any(shape.fits(step) for shape in shapes), held
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 64, 100, 256, 1000])
@@ -419,3 +565,28 @@ def test_batch_sizes_end_with_the_largest_and_limit_padding(most):
     for count in range(1, sizes[-1] + 1):
         size = next(size for size in sizes if size >= count)
         assert size - count < max(8, count / 8 if count > 8 else 4)
+
+
+@pytest.mark.parametrize("max_chunk", [127, 512])
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (1, 64), (8, 16), (8, 100), (64, 512), (300, 4096)])
+def test_graph_shapes_of_prompts(sizes, max_chunk):
+    """They are limited by the options, and hold each chunk with decode rows up to half of the rows."""
+    max_num_seqs, budget = sizes
+    shapes = graphs.graph_shapes(max_num_seqs, budget, max_chunk=max_chunk)
+    prompts = [shape for shape in shapes if shape.prompts]
+    assert len(prompts) == (0 if budget == 1 else -(-min(budget, 512) // 64))
+    most = min(budget, 512)
+    for shape in prompts:
+        assert shape.rows <= most and shape.queries <= max_chunk and shape.seqs <= max_num_seqs + 1
+    held = SimpleNamespace(shared=None)
+    step = SimpleNamespace(paging=held)
+    for held.max_query_len in range(2, 1 + min(most, max_chunk)):
+        for held.num_seqs in range(1, 1 + min(max_num_seqs, 32)):
+            held.slots = range(held.max_query_len + held.num_seqs - 1)
+            step.sample_rows = range(held.num_seqs)
+            fitting = [shape.rows for shape in prompts if shape.fits(step)]
+            has_room = len(held.slots) <= most and held.num_seqs <= max(1, len(held.slots) // 2)
+            assert not has_room or min(fitting) < len(held.slots) + 64
+    held.slots = step.sample_rows = range(most)  # more logits than sequences
+    held.num_seqs, held.max_query_len = 1, most
+    assert most < 4 or not any(shape.fits(step) for shape in prompts)

@@ -1,5 +1,5 @@
-"""The launches of a decode step on a GPU that does not exist: `python -m tests.support.fake_decode_step FAMILY
-[options as JSON]`.
+"""The launches of a decode step and of a prompt on a GPU that does not exist: `python -m
+tests.support.fake_decode_step FAMILY [options as JSON]`.
 
 Prints, for models with 2 and 4 layers, the operations in the CUDA graph of a step and those outside of it as JSON.
 """
@@ -31,7 +31,7 @@ from paged_kernels.ops import step_inputs
 from tests.support.fake_gpu import load, on_fake_gpu, zero_products
 
 SMALL = {"dtype": "bfloat16", "num_gpu_blocks_override": 1024, "max_num_batched_tokens": 128}
-SEQUENCES = (1, 16)
+STEPS = ((1, 1), (16, 1), (1, 100))  # sequences, and rows of each: two decode steps and a prompt
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20})
 
 
@@ -75,10 +75,10 @@ class PinnedBuffer:
         return torch.empty(size, dtype=torch.uint8)
 
 
-def decode_chunk(context_len: int, block_size: int, params: SamplingParams) -> Chunk:
+def last_chunk(context_len: int, length: int, block_size: int, params: SamplingParams) -> Chunk:
     sequence = Group(GenerateRequest(0, (0,) * context_len, params, 0, frozenset())).leader
     sequence.tables = [[0] * -(-context_len // block_size)]
-    return Chunk(sequence, context_len - 1, 1, sampled_sequences=(sequence,))
+    return Chunk(sequence, context_len - length, length, sampled_sequences=(sequence,))
 
 
 def count(family: str, options: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -106,23 +106,23 @@ def count(family: str, options: dict[str, Any], layers: int) -> dict[str, Any]:
     valid_inputs = mock.patch.object(graphs, "step_inputs", valid_tokens)
     max_len = assembly.loaded.spec.max_model_len
 
-    def decode(seqs: int, context_len: int, sampling: dict[str, Any]) -> PackedBatch:
-        chunk = decode_chunk(context_len, config.block_size, SamplingParams(**sampling))
+    def step(seqs: int, context_len: int, sampling: dict[str, Any], length: int = 1) -> PackedBatch:
+        chunk = last_chunk(context_len, length, config.block_size, SamplingParams(**sampling))
         return pack(Plan((chunk,) * seqs), block_size=config.block_size, gqa_group=runner.gqa_group)
 
     with on_fake_gpu(assembly) as recorder, valid_inputs, zero_products():
-        runner.launch(decode(config.max_num_seqs, max_len, SAMPLINGS[0]))  # allocates the workspaces of kernels
+        runner.launch(step(config.max_num_seqs, max_len, SAMPLINGS[0]))  # allocates the workspaces of kernels
         shapes = [shape for shape in runner_builder.graph_shapes_of(config, runner) if not shape.shared]
         size = config.block_size
         runner.capture_graphs(
             capture, shapes, block_size=size, max_blocks=max_len // size, max_context_len=max_len
         )  # fmt: skip
-        assert runner.has_graphs
-        found["graphs"] = {shape.seqs: names for shape, names in zip(shapes, inside, strict=True)}
+        assert runner.num_graphs
+        found["graphs"] = {shape.logits: names for shape, names in zip(shapes, inside, strict=True)}
         runner._upload._buffers, runner._upload._device = [PinnedBuffer(), PinnedBuffer()], torch.device("cpu")
         recorder.take()
-        for seqs, sampling in itertools.product(SEQUENCES, SAMPLINGS):
-            packed = decode(seqs, 100, sampling)
+        for (seqs, length), sampling in itertools.product(STEPS, SAMPLINGS):
+            packed = step(seqs, 100, sampling, length)
             with DeviceOperations([runner._graphs._buffer, runner._previous]) as operations:
                 runner.launch(packed)
             found["outside"].append(operations.names + list(recorder.take()))

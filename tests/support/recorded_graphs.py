@@ -39,7 +39,8 @@ ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_s
 
 
 class CpuCapture:
-    """Lets the engines of a test capture graphs on a CPU. `replays` has the number of rows of each replayed step."""
+    """Lets the engines of a test capture graphs on a CPU. `replays` has the number of logits of each replayed step: its
+    rows, or its sequences if it has chunks of prompts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.replays: list[int] = []
