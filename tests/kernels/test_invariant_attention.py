@@ -84,10 +84,11 @@ class Contents:
         self.kv = magnitudes * torch.randn((3, LENGTH, 2, case.num_kv_heads, size), generator=generator)
         self.sinks = torch.randn(heads, generator=generator).to(device, dtype) if case.sinks else None
 
-    def attend(self, *chunks, block_size=None, splits=1, padding=0, shared=None, max_context_len=None):
-        """Return the attention of chunks (sequence, first position, length) in one step, one tensor each."""
+    def attend(self, *chunks, block_size=None, splits=1, padding=(), shared=None, max_context_len=None):
+        """Return the attention of chunks (sequence, first position, length) in one step, one tensor each. padding: rows
+        of sequences without keys."""
         case, block_size = self.case, block_size or self.case.block_size
-        spans = tuple((length, start + length) for _, start, length in chunks) + ((1, 0),) * padding
+        spans = (*((length, start + length) for _, start, length in chunks), *((length, 0) for length in padding))
         paging, num_blocks = make_paging(spans, block_size)
         pool = torch.full((num_blocks, 2, case.num_kv_heads, block_size, case.head_dim), float("nan"))
         for table, (sequence, start, length) in zip(paging.block_tables.long(), chunks, strict=False):
@@ -100,7 +101,7 @@ class Contents:
         )
         query = torch.cat(
             [self.queries[sequence, start : start + length] for sequence, start, length in chunks]
-            + [self.queries[0, :1]] * padding
+            + [self.queries[0, :length] for length in padding]
         )
         paging = replace_paging(
             move_paging(paging, self.device), shared=shared, max_context_len=max_context_len or paging.max_context_len
@@ -152,7 +153,7 @@ def test_bits_do_not_depend_on_the_batch(case, dtype, stride, tables, device, mo
         check(start, length, *contents.attend((0, start, length), splits=splits))
     mixed = (1, 90, 1), (0, 140, 3), (2, 20, 40), (0, 66, 1), (1, 0, 1), (0, 100, 20)
     for splits in SPLITS[::-stride]:
-        found = contents.attend(*mixed, splits=splits, padding=2, max_context_len=1000)
+        found = contents.attend(*mixed, splits=splits, padding=(1, 70), max_context_len=1000)
         for (sequence, start, length), rows in zip(mixed, found, strict=True):
             if sequence == 0:
                 check(start, length, rows)
@@ -183,7 +184,7 @@ def test_padding_is_zero(device):
     """Captured steps have sequences without keys. They get 0, as in other launches."""
     contents = Contents(CASES[1], torch.float32, device)
     for splits in SPLITS:
-        (rows,) = contents.attend((0, 70, 2), splits=splits, padding=3)
+        (rows,) = contents.attend((0, 70, 2), splits=splits, padding=(1, 1, 70, 0))
         assert rows.isfinite().all()
 
 
