@@ -241,7 +241,7 @@ class EngineConfig:
         integer(0, 2**63 - 1), "Seed of dummy weights and of requests that do not have a seed of their own.", 0
     )
     enforce_eager: bool = option(
-        flag, "Launch each decode step's kernels instead of replaying CUDA graphs.", False, device="cuda"
+        flag, "Launch the kernels of each step instead of replaying CUDA graphs.", False, device="cuda"
     )
     batch_invariant: bool = option(
         flag,
