@@ -47,11 +47,14 @@ def plain(tiny, prompts):
 
 
 @pytest.mark.usefixtures("async_scheduling")
-@pytest.mark.parametrize("max_num_seqs", mostly_nightly([1, 3, 8], default=[3, 8]))
+@pytest.mark.parametrize("max_num_seqs", mostly_nightly([1, 3, 8, 12], default=[3, 12]))
 def test_replayed_steps_give_the_same_tokens_as_eager(tiny, prompts, plain, capture, max_num_seqs):
+    """With 12 sequences, the largest graph does not have the most logits."""
     with running(tiny_assembly(tiny[0], max_num_seqs=max_num_seqs)) as engine:
         assert engine.generate(prompts, **SAMPLING) == plain
-    assert set(capture.replays) <= {*graphs.capture_batch_sizes(max_num_seqs), max_num_seqs + 1}
+    shapes = graphs.graph_shapes(max_num_seqs, 16)
+    assert (shapes[0].logits < max_num_seqs) == (max_num_seqs == 12)
+    assert set(capture.replays) <= {shape.logits for shape in shapes}
     assert capture.replays
 
 
@@ -109,6 +112,17 @@ def test_samples_penalties_and_beams_with_replay(tiny, prompts, capture, monkeyp
     assert capture.replays
     monkeypatch.setattr(runner_builder, "graph_capture", lambda device: None)
     assert replayed == outputs()
+
+
+@pytest.mark.usefixtures("capture")
+def test_graphs_share_the_logits_of_the_one_with_the_most():
+    """Of those captured before, since the largest graph need not have the most."""
+    capture_step = graphs.CudaGraphCapture()
+    replays = [capture_step(lambda count=count: torch.ones(count, 2) * count) for count in (3, 2, 5, 5, 3)]
+    found = [replay() for replay in replays]
+    assert [len(logits) for logits in found] == [3, 2, 5, 5, 3]
+    memory = [logits.data_ptr() for logits in found]
+    assert memory[0] == memory[1] != memory[2] == memory[3] == memory[4]
 
 
 def test_padding_rows_write_nothing(tiny, capture):
