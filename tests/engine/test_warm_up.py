@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from paged_kernels.launch import Device
 from paged_kernels.launch_table import Tile, TuningKey
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paged_attention import plan_launch
+from paged_kernels.paging import Paging
 from tests.support.fake_gpu import OPTIONS
 from tests.support.families import COMMON
 from tests.support.in_process import tiny_assembly
@@ -80,11 +82,10 @@ def test_graph_memory_is_predicted(monkeypatch, max_num_seqs, num_drafts, drafts
     assert warm_up.graph_shapes_of(config, runner) == shapes
 
 
-def compiled(plan, heads, kv_heads, group):
+def compiled(paging, heads, kv_heads):
     """Yield what is compiled into the attention kernels of a step: their constants and absent arguments."""
-    paging = pack(plan, block_size=16, gqa_group=group).paging
     pool = torch.empty(1, kv_heads, 16, 128, dtype=torch.bfloat16, device="meta")
-    query = torch.empty(plan.num_tokens, heads, 128, dtype=torch.bfloat16, device="meta")
+    query = torch.empty(len(paging.slots), heads, 128, dtype=torch.bfloat16, device="meta")
     options = dict(scale=1.0, sliding_window=None, softcap=None, sinks=None, device=Device("sm_90", 132))
     for planned in plan_launch(torch.empty_like(query), query, LayerCache(pool, pool), paging, **options):
         constants = {name: value for name, value in planned.arguments.items() if name.isupper() or name == "num_warps"}
@@ -97,8 +98,18 @@ def warmed_variants(config, heads, kv_heads):
     for step in warm_up.warm_up_steps(config, 16384, 320):
         with step.forced():
             for sharing in (None, heads // kv_heads):
-                found.update(compiled(step.plan, heads, kv_heads, sharing))
+                found.update(compiled(pack(step.plan, block_size=16, gqa_group=sharing).paging, heads, kv_heads))
     return found
+
+
+def captured(shape, max_context_len):
+    """Return the addresses of a captured step, without values."""
+    lens = torch.empty(shape.seqs, dtype=torch.int32)
+    starts, slots = torch.empty(shape.seqs + 1, dtype=torch.int32), torch.empty(shape.rows, dtype=torch.int64)
+    shared = replace(graphs.NO_SHARED_PREFIXES, lens=lens, members=lens, max_len=max_context_len)
+    return Paging(
+        slots, lens[:, None], lens, starts, shape.queries, max_context_len, shared if shape.shared else None
+    )  # fmt: skip
 
 
 def tile_table(*lengths):
@@ -159,8 +170,10 @@ def test_warm_up_compiles_every_attention_variant(sizes, table, monkeypatch):
             sequence.tables = [[0] * shared + list(range(own, own + 1100))]
             own += 1100
             chunks.append(Chunk(sequence, start, length, (sequence,)))
-        for variant in compiled(Plan(tuple(chunks)), heads, kv_heads, rnd.choice((None, group))):
-            assert variant in warmed
+        paging = pack(Plan(tuple(chunks)), block_size=16, gqa_group=rnd.choice((None, group))).paging
+        assert warmed.issuperset(compiled(paging, heads, kv_heads))
+    for shape in graphs.graph_shapes(64, 2048, shared=True):
+        assert warmed.issuperset(compiled(captured(shape, max_context_len=16384), heads, kv_heads))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 8), (9, 3), (8, 8)])
@@ -169,7 +182,8 @@ def test_warm_up_compiles_every_tile_of_shared_prefixes(heads, kv_heads):
     group = heads // kv_heads
 
     def variants(plan):
-        return {one for one in compiled(plan, heads, kv_heads, group) if one[0] == "prefix_attention_kernel"}
+        paging = pack(plan, block_size=16, gqa_group=group).paging
+        return {one for one in compiled(paging, heads, kv_heads) if one[0] == "prefix_attention_kernel"}
 
     warmed = warmed_variants(config, heads, kv_heads)
     sequence = Group(GenerateRequest(0, (0,) * 3000, SamplingParams(), 0, frozenset())).leader
