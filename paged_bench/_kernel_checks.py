@@ -38,7 +38,7 @@ from paged_kernels.layer_ops import (
 from paged_kernels.paging import Paging
 from paged_kernels.sampling import sample_reference
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
-from paged_kernels.step_inputs import step_inputs_reference
+from paged_kernels.step_inputs import embed_reference, step_inputs_reference
 
 TOKENS, HEADS, SHAPE, BLOCK = 24, 16, LayerShape(8, 128), 16  # the attention heads of Qwen3-0.6B
 ROUNDING = 2e-2  # largest difference of bfloat16 results near 1
@@ -180,6 +180,13 @@ def step_inputs(device: torch.device) -> tuple[float, float]:
     return float((made != wanted).sum() + (found != expected).sum()), 0.0
 
 
+def embed(device: torch.device) -> tuple[float, float]:
+    ids, positions = torch.randint(90, (2, TOKENS), generator=torch.Generator().manual_seed(0)).to(device).unbind()
+    weight, table = _random(90, 3072, device=device), _random(90, 256, device=device)
+    pairs = zip(ops.embed(ids, positions, weight, table), embed_reference(ids, positions, weight, table), strict=True)
+    return float(sum(int((found != expected).sum()) for found, expected in pairs)), 0.0
+
+
 def sample(filtered: bool) -> Check:
     def check(device: torch.device) -> tuple[float, float]:
         rows = 4
@@ -262,6 +269,7 @@ CHECKS: dict[str, Check] = {
     "paged_attention, batch-invariant": invariant_attention(torch.bfloat16),
     **{f"paged_attention, batch-invariant, {name}": invariant_attention(dtype) for dtype, name in FORMATS.items()},
     "step_inputs": step_inputs,
+    "embed": embed,
     "sample, greedy": sample(filtered=False),
     "sample, filtered": sample(filtered=True),
     "block_copy": block_copy,

@@ -55,7 +55,7 @@ PRODUCTS = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma|v_sm
 PACKED: dict[str, Any] = dict(format="int4", block_size=BLOCK_SIZE)  # a layer with packed blocks
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SAMPLING = ("threshold", "best", "greedy", "first_best")
-SMALL_KERNELS = (*SAMPLING, "block_copy", "step_inputs")  # kernels with few configurations
+SMALL_KERNELS = (*SAMPLING, "block_copy", "step_inputs", "embed")  # kernels with few configurations
 # Variants of attention: small tiles, small tiles with splits, large and small tiles, both with splits, shared prefixes;
 # batch-invariant attention in one launch, its partitions, and their sum. On Hopper also large tiles with a producer.
 INVARIANT = ("invariant", "invariant_split", "add_partitions")
@@ -291,6 +291,9 @@ def _launch(case: Case) -> Launch:
         tokens, integers = tensor(1, case.length, dtype=torch.int64), tensor(case.length, dtype=torch.int32)
         tables = tensor(case.length, 64, dtype=torch.int32)
         return step_inputs.plan_launch(tokens, tokens, tokens, tables, integers, integers, integers, case.block_size)
+    if case.kernel == "embed":
+        ids, table = tensor(case.length, dtype=torch.int64), tensor(64, 256)
+        return step_inputs.plan_embed(row, tensor(case.length, 256), ids, ids, row, table, device=device)
     if case.kernel in SAMPLING:
         floats, integers = tensor(case.length, dtype=torch.float32), tensor(case.length, dtype=torch.int64)
         filters = SamplingFilters(tensor(case.length, dtype=torch.int32), floats, floats)

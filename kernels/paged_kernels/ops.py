@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paged_kernels.cpu import native, pytorch
@@ -167,6 +168,13 @@ def step_inputs(
     return resolved
 
 
+def embed(ids: Tensor, positions: Tensor, weight: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return embeddings of tokens and angles of positions; see `paged_kernels.step_inputs.embed`."""
+    _check_embed(ids, positions, weight, table)
+    rows, angles = _dispatch(ids, "embed", "step_inputs")(ids, positions, weight, table)
+    return rows, angles
+
+
 def block_copy(pair: BlockPair, moves: Tensor, *, programs: int | None = None) -> None:
     """Copy whole blocks between two caches; see `paged_kernels.block_copy.block_copy`."""
     _dispatch(pair.table, "block_copy")(pair, moves, programs=programs)
@@ -267,6 +275,13 @@ def _check_few_rows_linear(
     assert bias is None or bias.shape == weight.shape[:1], (bias, weight.shape)
     assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype), (residual, x.shape)
     assert norm is None or norm.shape == x.shape[1:], (norm, x.shape)
+
+
+def _check_embed(ids: Tensor, positions: Tensor, weight: Tensor, table: Tensor) -> None:
+    assert ids.shape == positions.shape and ids.dim() == 1, (ids.shape, positions.shape)
+    assert ids.dtype == positions.dtype == torch.int64, (ids.dtype, positions.dtype)
+    assert ids.stride() == positions.stride() == (1,) or len(ids) < 2, (ids.stride(), positions.stride())
+    assert weight.stride(1) == table.stride(1) == 1, (weight.stride(), table.stride())
 
 
 def _check_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

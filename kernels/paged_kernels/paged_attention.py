@@ -51,9 +51,13 @@ def _plan(key: LayerKey, paging: Paging) -> AttentionPlan:
             return copying
     large_tiles, large_splits, num_warps = 0, 1, small.num_warps
     if large:
-        large_tiles, num_warps = key.num_tokens // (large.block_m // shape.heads) + num_seqs, large.num_warps
+        queries = large.block_m // shape.heads
+        large_tiles, num_warps = key.num_tokens // queries + num_seqs, large.num_warps
         if key.cache.PACKED is None:
-            programs, rows = large_tiles * head_programs, key.num_tokens * key.num_heads
+            programs, rows = (
+                (key.num_tokens // queries + 1) * head_programs,
+                key.num_tokens * key.num_heads,
+            )  # full tiles
             large_splits = count_splits(programs, paging.max_context_len, device.multiprocessors)
             large_splits = min(large_splits, max(1, MAX_WORKSPACE // (4 * rows * (key.value_dim + 1))))
     splits = count_splits(most_small * head_programs, paging.max_context_len, device.multiprocessors)

@@ -31,7 +31,7 @@ from paged_backend.models.overrides import has_custom_forward
 from paged_backend.models.rope import Angles, RotaryTable, Rotation
 from paged_kernels.cpu.native import CausalModel, DecoderLayer, DecoderLayers
 from paged_kernels.cpu.packed_linear import GROUP
-from paged_kernels.ops import add_rms_norm, few_rows_linear, kv_write, latent_kv_write, rope_kv_write, swiglu
+from paged_kernels.ops import add_rms_norm, embed, few_rows_linear, kv_write, latent_kv_write, rope_kv_write, swiglu
 
 Convert: TypeAlias = "Callable[[Any, Sequence[str]], Weight]"  # takes a weight and the names of its linear layers
 AnyPart = TypeVar("AnyPart", bound="Part")
@@ -253,8 +253,7 @@ class FusedDecoder:
         **rest: Any,
     ) -> DecoderOutput:
         reject_unsupported(self.module, rest, mask=attention_mask, dropout=0.0, is_causal=None)
-        embedded = self.module.embed_tokens(input_ids)
-        angles = self.angles(embedded, position_ids)
+        embedded, angles = self._embed(input_ids, position_ids)
         states = HiddenStates(embedded[0], None)
         if self.native:
             states = HiddenStates(self._native_in(paged.kv).layers(states.output, *angles, paged.pagings), None)
@@ -262,6 +261,24 @@ class FusedDecoder:
             for layer in self.layers[: len(self.module.layers)]:  # warm-up leaves layers out (`distinct_layers`)
                 states = layer(states, angles, paged)
         return DecoderOutput(self._output(*states)[None])
+
+    def _embed(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Angles]:
+        """Return the embeddings of tokens [1, num_tokens, hidden], and the angles of their positions."""
+        if tables := self._tables:
+            rows, angles = embed(input_ids[0], position_ids[0], *tables)
+            cos, sin = angles[None].chunk(2, dim=-1)
+            return rows[None], (cos, sin)
+        embedded = self.module.embed_tokens(input_ids)
+        return embedded, self.angles(embedded, position_ids)
+
+    @property
+    def _tables(self) -> tuple[Tensor, Tensor] | None:
+        """The embeddings of all tokens and the angles of all positions, if the decoder only looks them up."""
+        tokens, angles = self.module.embed_tokens, self.angles
+        is_plain = type(tokens) is nn.Embedding and type(tokens.weight.data) is Tensor and tokens.max_norm is None
+        if not is_plain or has_custom_forward(tokens) or not isinstance(angles, RotaryTable):
+            return None
+        return tokens.weight.data, angles.table
 
     def _output(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if self.norm:
@@ -296,16 +313,10 @@ class FusedDecoder:
         return WeakKeyDictionary()
 
     def _to_model(self, layers: DecoderLayers) -> CausalModel | None:
-        tokens, head, angles = self.module.embed_tokens, self.head, self.angles
-        if not (
-            head and isinstance(head.weight, GroupedCopy) and self.norm
-            and type(tokens) is nn.Embedding and type(tokens.weight.data) is Tensor and not has_custom_forward(tokens)
-            and isinstance(angles, RotaryTable)
-        ):  # fmt: skip
+        head, tables = self.head, self._tables
+        if not (head and isinstance(head.weight, GroupedCopy) and self.norm and tables):
             return None
-        return CausalModel(
-            layers, tokens.weight.data, angles.table, *self.norm, head.weight.packed, head.bias
-        )  # fmt: skip
+        return CausalModel(layers, *tables, *self.norm, head.weight.packed, head.bias)
 
     @property
     def called_modules(self) -> tuple[nn.Module, ...]:

@@ -7,7 +7,16 @@ import pytest
 
 from paged_kernels.launch import DEPENDENT_LAUNCHES, Device, read_features
 
-KERNELS = ("few_rows_linear", "rope_kv_write", "latent_kv_write", "kv_write", "split", "add_rms_norm", "swiglu")
+KERNELS = (
+    "few_rows_linear",
+    "rope_kv_write",
+    "latent_kv_write",
+    "kv_write",
+    "split",
+    "add_rms_norm",
+    "swiglu",
+    "embed",
+)
 COMPILE = f"""
 import re
 from unittest import mock

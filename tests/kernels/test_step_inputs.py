@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from paged_kernels.cpu.pytorch import step_inputs as step_inputs_cpu
-from paged_kernels.step_inputs import TILE, step_inputs, step_inputs_reference
+from paged_kernels.cpu import pytorch
+from paged_kernels.step_inputs import (
+    EMBED_TILE,
+    TILE,
+    embed,
+    embed_reference,
+    step_inputs,
+    step_inputs_reference,
+)
 
 
 def inputs(num_tokens, num_seqs, width, where):
@@ -25,7 +32,7 @@ def inputs(num_tokens, num_seqs, width, where):
     )
 
 
-@pytest.mark.parametrize(("implementation", "where"), [(step_inputs, None), (step_inputs_cpu, "cpu")])
+@pytest.mark.parametrize(("implementation", "where"), [(step_inputs, None), (pytorch.step_inputs, "cpu")])
 @pytest.mark.parametrize(
     ("num_tokens", "num_seqs", "width"), [(1, 1, 1), (3, 8, 5), (20, 4, TILE + 1), (2 * TILE + 1, 2, 3), (8, 8, 0)]
 )
@@ -35,3 +42,20 @@ def test_step_inputs(implementation, where, num_tokens, num_seqs, width, device)
     tokens = implementation(**arguments, block_size=4)
     assert torch.equal(tokens, step_inputs_reference(**expected, block_size=4))
     assert torch.equal(arguments["tables"], expected["tables"])
+
+
+@pytest.mark.parametrize(("implementation", "where"), [(embed, None), (pytorch.embed, "cpu")])
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden", "width"),
+    [(1, 8, 4), (5, 576, 128), (3, EMBED_TILE, 64), (2, 2 * EMBED_TILE + 8, 96), (0, 8, 4)],
+)
+def test_embeddings_and_angles_are_copied(implementation, where, num_tokens, hidden, width, device):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(50, hidden, generator=generator).to(where or device, torch.float16)
+    table = torch.randn(70, width, generator=generator).to(where or device)
+    ids, positions = (torch.randint(n, (num_tokens,), generator=generator).to(where or device) for n in (50, 70))
+    found = implementation(ids, positions, weight, table)
+    if num_tokens:
+        expected = embed_reference(ids, positions, weight, table)
+        assert all(map(torch.equal, found, expected))
+    assert [rows.shape for rows in found] == [(num_tokens, hidden), (num_tokens, width)]

@@ -134,6 +134,11 @@ def block_copy(pair: BlockPair, moves: Tensor, *, programs: int | None = None) -
         target.index_copy_(0, targets, source.index_select(0, sources))
 
 
+def embed(ids: Tensor, positions: Tensor, weight: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `paged_kernels.step_inputs.embed`."""
+    return F.embedding(ids, weight), F.embedding(positions, table)
+
+
 def step_inputs(
     tokens: Tensor,
     previous: Tensor,
