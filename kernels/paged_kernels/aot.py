@@ -54,7 +54,7 @@ PRODUCTS = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma|v_sm
 
 PACKED: dict[str, Any] = dict(format="int4", block_size=BLOCK_SIZE)  # a layer with packed blocks
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-SAMPLING = ("threshold", "best", "greedy", "first_best")
+SAMPLING = ("best", "greedy", "first_best", "maxima", "filter")  # the last two: both launches with filters
 SMALL_KERNELS = (*SAMPLING, "block_copy", "step_inputs", "embed")  # kernels with few configurations
 # Variants of attention: small tiles, small tiles with splits, large and small tiles, both with splits, shared prefixes;
 # batch-invariant attention in one launch, its partitions, and their sum. On Hopper also large tiles with a producer.
@@ -157,7 +157,7 @@ def table_grid(chip: str) -> Iterator[Case]:
 
 def _row_cases(chip: str, key: RowTuningKey) -> Iterator[Case]:
     norm = key.kind == "norm_rope_kv_write"
-    kernels = SAMPLING[1:] if key.kind == "sampling" else ("rope_kv_write",) if norm else (key.kind,)
+    kernels = SAMPLING[:3] if key.kind == "sampling" else ("rope_kv_write",) if norm else (key.kind,)
     writes = key.kind.endswith("kv_write")
     head_dims = [d for d in (64, 128, 256) if d <= key.width] if writes else [128]
     names = (None, *FORMATS.values()) if writes else (None,)
@@ -297,9 +297,10 @@ def _launch(case: Case) -> Launch:
     if case.kernel in SAMPLING:
         floats, integers = tensor(case.length, dtype=torch.float32), tensor(case.length, dtype=torch.int64)
         filters = SamplingFilters(tensor(case.length, dtype=torch.int32), floats, floats)
+        filters = filters if case.kernel in ("maxima", "filter") else None
         metadata = None if case.kernel == "greedy" else SamplingMetadata(floats, integers, integers, filters)
         launches = sampling.plan_launch(row, metadata, integers, device=device)
-        return launches[0 if case.kernel in ("threshold", "greedy") else -2 if case.kernel == "best" else -1]
+        return launches[case.kernel in ("first_best", "filter")]
     rotates, writes = case.kernel == "rope_kv_write", case.kernel.endswith("kv_write")
     num_heads = case.width // case.head_dim
     num_kv_heads = -(-num_heads // case.group) if rotates else num_heads if writes else 2

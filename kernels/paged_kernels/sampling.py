@@ -13,9 +13,20 @@ position, token id) alone, from a counter-based generator (Salmon et al. 2011, "
 mix64 is the finalizer of SplitMix64 (Steele et al. 2014) and G its increment, mix32 the finalizer of MurmurHash3. The
 usual choice, Philox4x32 with 7 rounds, takes six times as long in numpy and would dominate the sampling time on a CPU.
 
-A filter keeps the logits above a threshold. It is found by bisection over the bits of a float, which as integers have
-the same order as floats. This is exact and needs no sort, only 16 passes over a row that stays in the cache.
+A filter keeps the logits from a threshold on. The search for it needs neither a sort nor passes over the whole row:
+
+1. While the logits are read, each tile of a row stores the largest logit of every group of neighboring tokens, and for
+   top_p the tile's part of the softmax's denominator.
+2. One program per row chooses a bound at or below the threshold. If k groups have a maximum from the bound on, so do at
+   least k tokens; and the tokens from the bound on have at least the mass of these maxima.
+3. It reads the groups whose maximum reaches the bound, and copies the logits from the bound on, the candidates.
+4. Bisection over the bits of a float, which have the order of floats, finds the threshold among the candidates. It is
+   exact. Then the program finds the best score from the threshold on.
+
+If there are too many candidates, or too few for top_p, step 4 reads the whole row in place of the candidates.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,13 +34,38 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_kernels.launch import Device, Launch, device_of
-from paged_kernels.launch_table import power_of_two, row_tile
+from paged_kernels.launch_table import RowTile, power_of_two, row_tile
 from paged_kernels.sampling_metadata import SamplingMetadata
 
-# Tile of the filter's passes. It is not tuned, because it sets the order of the filter's sums, which affects tokens.
-FILTER_TILE, FILTER_WARPS = 4096, 16
+# Tiles of the two launches with filters. They are not tuned, because they set the order of the filters' sums, which
+# affects tokens.
+FILTER_TILE, SEARCH_TILE = RowTile(4096, 4), RowTile(4096, 8)
+GROUP = 32  # tokens of a group
+MAX_GROUPS = 2048  # groups that are read for top_p if the maxima of more have too little mass
+MAX_CANDIDATES = 8192
+# Zero bits at the end of every float32 that was converted from the type. Bisection leaves them out.
+ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13}
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-LOWEST = tl.constexpr(-2139095041)  # value of _sortable(-infinity)
+LARGEST = tl.constexpr(3.4028234663852886e38)  # finite float32
+
+
+class Draw(NamedTuple):
+    """The sampling parameters of a row, as in `SamplingMetadata` and `SamplingFilters`."""
+
+    scale: Any
+    seed: Any
+    position: Any
+    top_k: Any
+    top_p: Any
+    margin: Any
+
+
+class Part(NamedTuple):
+    """Some logits of a row, in the order of their tokens."""
+
+    logits: Any  # pointer
+    tokens: Any  # pointer; None: tokens 0 to count - 1
+    count: Any
 
 
 @triton.jit
@@ -62,150 +98,348 @@ def _noise(bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load(logits, row, stride_row, token, vocab):  # type: ignore[no-untyped-def]
-    """Return logits [n] in float32; NaN and tokens past the vocabulary become -infinity."""
-    x = tl.load(logits + row.to(tl.int64) * stride_row + token, mask=token < vocab, other=float("-inf"))
-    x = x.to(tl.float32)
-    return tl.where(x == x, x, float("-inf"))
-
-
-@triton.jit
 def best_kernel(  # type: ignore[no-untyped-def]
-    logits, scales, seeds, positions, thresholds, scores, tokens, vocab, stride_row,
-    RANDOM: tl.constexpr, FILTERS: tl.constexpr, TILE: tl.constexpr,
+    logits, scales, seeds, positions, top_ks, top_ps, margins, scores, tokens, maxima, masses, vocab, stride_row,
+    RANDOM: tl.constexpr, FILTERS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Find the best score of one tile of a row, and the first token that has it. Grid: (num_rows, tiles).
 
-    A tile with a logit that is NaN or infinity gets infinity and -1.
+    A tile with a logit that is NaN or infinity gets infinity and -1. Of a row with filters, find the largest logit of
+    the tile and of each group instead, where infinity replaces NaN, and with top_p alone the tile's weight relative to
+    its largest logit.
     """
     row, tile = tl.program_id(0), tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row.to(tl.int64) * stride_row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    place = row * tl.num_programs(1) + tile
+    if FILTERS:
+        draw = _load_draw(scales, seeds, positions, top_ks, top_ps, margins, row)
+        if _is_filtered(draw, vocab):
+            _store_maxima(x, place, draw, vocab, scores, maxima, masses, GROUP)
+        else:
+            _store_best(x, token, place, row, scales, seeds, positions, scores, tokens, RANDOM)
+    else:
+        _store_best(x, token, place, row, scales, seeds, positions, scores, tokens, RANDOM)
+
+
+@triton.jit
+def _store_best(x, token, place, row, scales, seeds, positions, scores, tokens, RANDOM: tl.constexpr):  # type: ignore[no-untyped-def]
     invalid = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0) != 0
     score = tl.where(x == x, x, float("-inf"))
     if RANDOM:
         scale = tl.load(scales + row)
         if scale > 0:
-            if FILTERS:
-                score = tl.where(score >= tl.load(thresholds + row), score, float("-inf"))
-            noise = _noise(_noise_bits(tl.load(seeds + row), tl.load(positions + row), token))
-            score = score * scale + noise
+            score = score * scale + _noise(_noise_bits(tl.load(seeds + row), tl.load(positions + row), token))
     best = tl.max(score, 0)
-    place = row * tl.num_programs(1) + tile
     first = tl.min(tl.where(score == best, token, 2147483647), 0)
     tl.store(scores + place, tl.where(invalid, float("inf"), best))
     tl.store(tokens + place, tl.where(invalid, -1, first))
 
 
 @triton.jit
-def first_best_kernel(scores, tokens, out, num_tiles, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the token of the best tile, the lowest of several. Grid: (num_rows,). -1 if all scores are -infinity."""
-    row = tl.program_id(0)
+def _store_maxima(x, place, draw, vocab, scores, maxima, masses, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    GROUPS: tl.constexpr = x.shape[0] // GROUP
+    x = tl.where(x == x, x, float("inf"))
+    found = tl.max(tl.reshape(x, [GROUPS, GROUP]), 1)
+    top = tl.max(found, 0)
+    tl.store(maxima + place.to(tl.int64) * GROUPS + tl.arange(0, GROUPS), found.to(maxima.dtype.element_ty))
+    tl.store(scores + place, top)
+    if (draw.top_p < 1) & (draw.top_k >= vocab):
+        tl.store(masses + place, tl.sum(_weights(x, top, draw.scale, False), 0))
+
+
+@triton.jit
+def _first_best(scores, tokens, row, num_tiles, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the token of the row's best tile, the lowest of several; -1 if all scores are -infinity."""
     tile = tl.arange(0, TILES)
     score = tl.load(scores + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
     token = tl.load(tokens + row * num_tiles + tile, mask=tile < num_tiles, other=2147483647)
     best = tl.max(score, 0)
-    first = tl.min(tl.where(score == best, token, 2147483647), 0)
-    tl.store(out + row, tl.where(best == float("-inf"), -1, first).to(tl.int64))
+    return tl.where(best == float("-inf"), -1, tl.min(tl.where(score == best, token, 2147483647), 0))
 
 
 @triton.jit
-def _sortable(x):  # type: ignore[no-untyped-def]
-    """Return int32 that sort like the float32 x. The two zeros differ, which does not affect the results."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def first_best_kernel(scores, tokens, out, num_tiles, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Find the token of the best tile, the lowest of several. Grid: (num_rows,). -1 if all scores are -infinity."""
+    row = tl.program_id(0)
+    tl.store(out + row, _first_best(scores, tokens, row, num_tiles, TILES).to(tl.int64))
+
+
+# --- filters ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _weight(x, top, scale, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_draw(scales, seeds, positions, top_ks, top_ps, margins, row):  # type: ignore[no-untyped-def]
+    return Draw(
+        tl.load(scales + row), tl.load(seeds + row), tl.load(positions + row), tl.load(top_ks + row),
+        tl.load(top_ps + row), tl.load(margins + row),
+    )  # fmt: skip
+
+
+@triton.jit
+def _is_filtered(draw, vocab):  # type: ignore[no-untyped-def]
+    return (draw.scale > 0) & ((draw.top_k < vocab) | (draw.top_p < 1) | (draw.margin < float("inf")))
+
+
+@triton.jit
+def _weights(x, top, scale, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return 1 for each logit (COUNT), or its probability divided by that of the largest logit, `top`."""
     return tl.full(x.shape, 1.0, tl.float32) if COUNT else tl.exp(tl.where(x == top, 0.0, (x - top) * scale))
 
 
 @triton.jit
-def _mass(logits, row, stride_row, vocab, top, scale, key, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum the weights of the logits from `key` on, in an order that depends on the vocabulary size alone."""
-    total = tl.zeros((TILE,), tl.float32)
-    for start in range(0, vocab, TILE):
-        token = start + tl.arange(0, TILE)
-        x = _load(logits, row, stride_row, token, vocab)
-        total += tl.where(_sortable(x) >= key, _weight(x, top, scale, False), 0.0)
+def _key(x, ZERO_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return int32 that sort like the float32 x, whose last ZERO_BITS bits are zero. Those of 0 and -0 are equal."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = (bits & 0x7FFFFFFF) >> ZERO_BITS
+    return tl.where(bits < 0, -size, size)
+
+
+@triton.jit
+def _value(key, ZERO_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the float32 of a key."""
+    size = (tl.abs(key).to(tl.int32) << ZERO_BITS).to(tl.float32, bitcast=True)
+    return tl.where(key < 0, -size, size)
+
+
+@triton.jit
+def _read(part, place):  # type: ignore[no-untyped-def]
+    """Return the logits at some places in float32, -infinity past the end."""
+    return tl.load(part.logits + place, mask=place < part.count, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _sum_from(part, least, top, scale, COUNT: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum the weights of the logits from `least` on, in an order that depends on the number of logits alone."""
+    total = tl.zeros([TILE], tl.float32)
+    for start in range(0, part.count, TILE):
+        x = _read(part, start + tl.arange(0, TILE))
+        total += tl.where(x >= least, _weights(x, top, scale, COUNT), 0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _threshold_key(logits, row, stride_row, vocab, top, scale, low, wanted, COUNT: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the smallest integer from `low` on above which less than `wanted` remains, in tokens (COUNT) or in weight.
+def _search(  # type: ignore[no-untyped-def]
+    part, top, scale, low, high, wanted, enough,
+    COUNT: tl.constexpr, ZERO_BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Find the largest key between `low` and `high` from which on the weights add up to `wanted`; `low` if none.
 
-    Each pass finds two bits. A sum in the same order over fewer terms is never larger, so the result is well defined
-    in floating point too.
+    The search ends at any key from which on they add up to at least `wanted` and at most `enough`. Each pass finds two
+    bits. A sum in the same order over fewer terms is never larger, so the result is well defined in floating point too.
     """
-    high, low = _sortable(top).to(tl.int64), low.to(tl.int64)  # 64 bits, as their difference may exceed 32
-    while low < high:
+    low, high = low.to(tl.int64), high.to(tl.int64)  # 64 bits, as their difference may exceed 32
+    while high - low > 1:
         step = high - low
-        key1, key2, key3 = low + step // 4, low + step // 2, low + 3 * step // 4
-        above1 = tl.zeros((TILE,), tl.float32)
-        above2 = tl.zeros((TILE,), tl.float32)
-        above3 = tl.zeros((TILE,), tl.float32)
-        for start in range(0, vocab, TILE):
-            token = start + tl.arange(0, TILE)
-            x = _load(logits, row, stride_row, token, vocab)
-            key, weight = _sortable(x), _weight(x, top, scale, COUNT)
-            above1 += tl.where(key > key1.to(tl.int32), weight, 0.0)
-            above2 += tl.where(key > key2.to(tl.int32), weight, 0.0)
-            above3 += tl.where(key > key3.to(tl.int32), weight, 0.0)
-        less1 = tl.sum(above1, 0) < wanted
-        less2 = tl.sum(above2, 0) < wanted
-        less3 = tl.sum(above3, 0) < wanted
-        low = tl.where(less1, low, tl.where(less2, key1 + 1, tl.where(less3, key2 + 1, key3 + 1)))
-        high = tl.where(less1, key1, tl.where(less2, key2, tl.where(less3, key3, high)))
+        key1, key2, key3 = low + tl.maximum(step // 4, 1), low + step // 2, low + tl.maximum(3 * step // 4, 1)
+        above1 = tl.zeros([TILE], tl.float32)
+        above2 = tl.zeros([TILE], tl.float32)
+        above3 = tl.zeros([TILE], tl.float32)
+        for start in range(0, part.count, TILE):
+            x = _read(part, start + tl.arange(0, TILE))
+            key, weight = _key(x, ZERO_BITS), _weights(x, top, scale, COUNT)
+            above1 += tl.where(key >= key1.to(tl.int32), weight, 0.0)
+            above2 += tl.where(key >= key2.to(tl.int32), weight, 0.0)
+            above3 += tl.where(key >= key3.to(tl.int32), weight, 0.0)
+        sum1, sum2, sum3 = tl.sum(above1, 0), tl.sum(above2, 0), tl.sum(above3, 0)
+        high = tl.where(sum1 < wanted, key1, tl.where(sum2 < wanted, key2, tl.where(sum3 < wanted, key3, high)))
+        low = tl.where(sum3 >= wanted, key3, tl.where(sum2 >= wanted, key2, tl.where(sum1 >= wanted, key1, low)))
+        found = tl.where(sum3 >= wanted, sum3, tl.where(sum2 >= wanted, sum2, sum1))
+        high = tl.where((found >= wanted) & (found <= enough), low + 1, high)
     return low.to(tl.int32)
 
 
 @triton.jit
-def threshold_kernel(logits, scales, top_ks, top_ps, margins, thresholds, vocab, stride_row, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the smallest logit that the row's filters keep; -infinity without filters. Grid: (num_rows,)."""
-    row = tl.program_id(0)
-    scale, top_k, top_p = tl.load(scales + row), tl.load(top_ks + row), tl.load(top_ps + row)
-    margin = tl.load(margins + row)
-    if (scale == 0) | ((top_k >= vocab) & (top_p >= 1) & (margin == float("inf"))):
-        tl.store(thresholds + row, float("-inf"))
-        return
-    tops = tl.full((TILE,), float("-inf"), tl.float32)
-    for start in range(0, vocab, TILE):
-        tops = tl.maximum(tops, _load(logits, row, stride_row, start + tl.arange(0, TILE), vocab))
-    top = tl.max(tops, 0)
-    key = tl.full((), LOWEST, tl.int32)
-    if top_k < vocab:
-        key = _threshold_key(logits, row, stride_row, vocab, top, scale, key, top_k.to(tl.float32), True, TILE)
-    if top_p < 1:
-        wanted = top_p * _mass(logits, row, stride_row, vocab, top, scale, key, TILE)
-        key = _threshold_key(logits, row, stride_row, vocab, top, scale, key, wanted, False, TILE)
-    value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    tl.store(thresholds + row, tl.maximum(value, tl.where(margin == float("inf"), float("-inf"), top - margin)))
+def _gather(  # type: ignore[no-untyped-def]
+    row, groups, candidates, maxima, bound, top, scale,
+    GROUP: tl.constexpr, MAX_CANDIDATES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Copy the row's logits from `bound` on to `candidates`, as far as there is room. Return their number and weight.
+
+    groups: memory for the groups whose maximum reaches the bound.
+    """
+    num_groups = 0
+    for start in range(0, maxima.count, TILE):
+        group = start + tl.arange(0, TILE)
+        reaches = _read(maxima, group) >= bound
+        tl.store(groups + num_groups + tl.cumsum(reaches.to(tl.int32), 0) - 1, group, mask=reaches)
+        num_groups += tl.sum(reaches.to(tl.int32), 0)
+    tl.debug_barrier()  # all threads have stored
+    count = 0
+    weight = tl.zeros([TILE // GROUP, GROUP], tl.float32)
+    for start in range(0, num_groups, TILE // GROUP):
+        index = start + tl.arange(0, TILE // GROUP)
+        group = tl.load(groups + index, mask=index < num_groups, other=maxima.count)
+        token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        x = tl.load(row.logits + token, mask=token < row.count, other=float("-inf"))
+        wide = x.to(tl.float32)
+        reaches = wide >= bound
+        order = tl.cumsum(tl.reshape(reaches.to(tl.int32), [TILE]), 0)
+        place = count + tl.reshape(order, [TILE // GROUP, GROUP]) - 1
+        fits = reaches & (place < MAX_CANDIDATES)
+        tl.store(candidates.logits + place, x, mask=fits)
+        tl.store(candidates.tokens + place, token, mask=fits)
+        count += tl.max(order, 0)
+        weight += tl.where(reaches, _weights(wide, top, scale, False), 0.0)
+    tl.debug_barrier()
+    return count, tl.sum(tl.sum(weight, 1), 0)
+
+
+@triton.jit
+def _best_token(part, least, draw, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the token with the best score of the logits from `least` on, the lowest of several."""
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    first = tl.full([TILE], 2147483647, tl.int32)
+    for start in range(0, part.count, TILE):
+        place = start + tl.arange(0, TILE)
+        x = _read(part, place)
+        token = place
+        if part.tokens is not None:
+            token = tl.load(part.tokens + place, mask=place < part.count, other=0)
+        score = x * draw.scale + _noise(_noise_bits(draw.seed, draw.position, token))
+        score = tl.where(x >= least, score, float("-inf"))
+        first = tl.where(score > best, token, first)
+        best = tl.maximum(best, score)
+    return tl.min(tl.where(best == tl.max(best, 0), first, 2147483647), 0)
+
+
+@triton.jit
+def _filtered_token(  # type: ignore[no-untyped-def]
+    part, draw, vocab, top, total, low, high, ZERO_BITS: tl.constexpr, TILE: tl.constexpr
+):
+    """Return the row's token. `part` has every logit that the filters keep.
+
+    low, high: keys between which the threshold of the first filter is. total: sum of the weights of all logits.
+    """
+    key, after_top = low, _key(top, ZERO_BITS) + 1
+    if draw.top_k < vocab:
+        top_k = draw.top_k.to(tl.float32)
+        key = _search(part, top, draw.scale, key, high, top_k, top_k, True, ZERO_BITS, TILE)
+        high = after_top
+        if draw.top_p < 1:
+            total = _sum_from(part, _value(key, ZERO_BITS), top, draw.scale, False, TILE)
+    if draw.top_p < 1:
+        key = _search(part, top, draw.scale, key, high, draw.top_p * total, 0.0, False, ZERO_BITS, TILE)
+    return _best_token(part, tl.maximum(_value(key, ZERO_BITS), top - draw.margin), draw, TILE)
+
+
+@triton.jit
+def filter_kernel(  # type: ignore[no-untyped-def]
+    logits, scales, seeds, positions, top_ks, top_ps, margins, scores, tokens, maxima, masses,
+    groups, candidates, candidate_tokens, out, vocab, stride_row,
+    ZERO_BITS: tl.constexpr, GROUP: tl.constexpr, MAX_GROUPS: tl.constexpr, MAX_CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr, FIRST_TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Find the token of a row from the results of `best_kernel`. Grid: (num_rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    num_tiles = tl.cdiv(vocab, FIRST_TILE)
+    draw = _load_draw(scales, seeds, positions, top_ks, top_ps, margins, row)
+    token = tl.full((), -1, tl.int32)
+    if _is_filtered(draw, vocab):
+        tile = tl.arange(0, TILES)
+        tops = tl.load(scores + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
+        top = tl.max(tops, 0)
+        if tl.abs(top) < float("inf"):
+            total = tl.full((), 0.0, tl.float32)
+            if (draw.top_p < 1) & (draw.top_k >= vocab):
+                mass = tl.load(masses + row * num_tiles + tile, mask=tile < num_tiles, other=0.0)
+                total = tl.sum(mass * _weights(tops, top, draw.scale, False), 0)
+            stride = num_tiles * (FIRST_TILE // GROUP)
+            of_groups = Part(maxima + row * stride, None, tl.cdiv(vocab, GROUP))
+            bound, floor = _bound(of_groups, draw, vocab, top, total, MAX_GROUPS, ZERO_BITS, TILE)
+            whole = Part(logits + row * stride_row, None, vocab)
+            place = row * MAX_CANDIDATES
+            count, weight = _gather(
+                whole, groups + row * stride, Part(candidates + place, candidate_tokens + place, 0), of_groups,
+                _value(bound, ZERO_BITS), top, draw.scale, GROUP, MAX_CANDIDATES, TILE,
+            )  # fmt: skip
+            is_low = bound == floor  # whether the bound is at or below the threshold
+            if draw.top_k < vocab:
+                is_low |= count >= draw.top_k
+            else:
+                is_low |= weight >= draw.top_p * total
+            after_top = _key(top, ZERO_BITS) + 1
+            if is_low & (count <= MAX_CANDIDATES):
+                found = Part(candidates + place, candidate_tokens + place, count)
+                token = _filtered_token(found, draw, vocab, top, total, bound, after_top, ZERO_BITS, TILE)
+            else:
+                low, high = tl.where(is_low, bound, floor), tl.where(is_low, after_top, bound)
+                token = _filtered_token(whole, draw, vocab, top, total, low, high, ZERO_BITS, TILE)
+    else:
+        token = _first_best(scores, tokens, row, num_tiles, TILES)
+    tl.store(out + row, token.to(tl.int64))
+
+
+@triton.jit
+def _bound(  # type: ignore[no-untyped-def]
+    maxima, draw, vocab, top, total, MAX_GROUPS: tl.constexpr, ZERO_BITS: tl.constexpr, TILE: tl.constexpr
+):
+    """Return the key from which on logits become candidates, and the smallest one that needs to be considered.
+
+    min_p decides the latter, unless top_p refers to the mass of what top_k keeps.
+    """
+    uses_both = (draw.top_k < vocab) & (draw.top_p < 1)
+    floor = _key(tl.maximum(-LARGEST, tl.where(uses_both, -LARGEST, top - draw.margin)), ZERO_BITS)
+    bound = floor
+    if (draw.top_k < vocab) | (draw.top_p < 1):
+        least = tl.full([TILE], float("inf"), tl.float32)
+        for start in range(0, maxima.count, TILE):
+            group = start + tl.arange(0, TILE)
+            least = tl.minimum(least, tl.where(group < maxima.count, _read(maxima, group), float("inf")))
+        bound = tl.maximum(floor, _key(tl.min(least, 0), ZERO_BITS))
+        after_top = _key(top, ZERO_BITS) + 1
+        if draw.top_k < vocab:
+            top_k = draw.top_k.to(tl.float32)
+            bound = _search(maxima, top, draw.scale, bound, after_top, top_k, 2 * top_k, True, ZERO_BITS, TILE)
+        else:
+            wanted = draw.top_p * total
+            bound = _search(maxima, top, draw.scale, bound, after_top, wanted, 0.0, False, ZERO_BITS, TILE)
+            if _sum_from(maxima, _value(bound, ZERO_BITS), top, draw.scale, True, TILE) > MAX_GROUPS:
+                groups = 1.0 * MAX_GROUPS
+                bound = _search(
+                    maxima, top, draw.scale, bound, after_top, groups, 1.1 * groups, True, ZERO_BITS, TILE
+                )  # fmt: skip
+    return bound, floor
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
 
 
 def plan_launch(logits: Tensor, metadata: SamplingMetadata | None, out: Tensor, *, device: Device) -> list[Launch]:
-    """Return the launches of one call in order: filter thresholds, best token of each tile, best tile of each row."""
+    """Return the two launches of one call: over the tiles of all rows, and over the rows."""
     num_rows, vocab = logits.shape
-    tile = row_tile(device.chip, "sampling", width=vocab, rows=num_rows)
+    filters = metadata.filters if metadata else None
+    tile = FILTER_TILE if filters else row_tile(device.chip, "sampling", width=vocab, rows=num_rows)
     num_tiles = triton.cdiv(vocab, tile.elements)
-    scores = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=logits.device)
-    tokens = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=logits.device)
-    launches, thresholds = [], None
-    common = dict(logits=logits, scales=metadata and metadata.scales, vocab=vocab, stride_row=logits.stride(0))
-    if metadata is not None and metadata.filters is not None:
-        thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-        filters = dict(top_ks=metadata.filters.top_k, top_ps=metadata.filters.top_p, margins=metadata.filters.margin)
-        arguments = dict(**common, **filters, thresholds=thresholds, TILE=FILTER_TILE, num_warps=FILTER_WARPS)
-        launches.append(Launch(threshold_kernel, (num_rows,), arguments))
-    best = dict(
-        **common, seeds=metadata and metadata.seeds, positions=metadata and metadata.positions, thresholds=thresholds,
-        scores=scores, tokens=tokens, RANDOM=metadata is not None, FILTERS=thresholds is not None, TILE=tile.elements,
-        num_warps=tile.num_warps,
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((num_rows, *shape), dtype=dtype, device=logits.device)
+
+    scores, tokens = empty(num_tiles, dtype=torch.float32), empty(num_tiles, dtype=torch.int32)
+    num_groups = num_tiles * tile.elements // GROUP
+    common = dict(
+        logits=logits, scales=metadata and metadata.scales, seeds=metadata and metadata.seeds,
+        positions=metadata and metadata.positions, top_ks=filters and filters.top_k, top_ps=filters and filters.top_p,
+        margins=filters and filters.margin, scores=scores, tokens=tokens,
+        maxima=filters and empty(num_groups, dtype=logits.dtype),
+        masses=filters and empty(num_tiles, dtype=torch.float32),
+        vocab=vocab, stride_row=logits.stride(0), GROUP=GROUP,
     )  # fmt: skip
-    launches.append(Launch(best_kernel, (num_rows, num_tiles), best))
-    first = dict(scores=scores, tokens=tokens, out=out, num_tiles=num_tiles, TILES=power_of_two(num_tiles), num_warps=1)
-    return [*launches, Launch(first_best_kernel, (num_rows,), first)]
+    constants = dict(RANDOM=metadata is not None, FILTERS=filters is not None, TILE=tile.elements)
+    best = Launch(best_kernel, (num_rows, num_tiles), {**common, **constants, "num_warps": tile.num_warps})
+    last: dict[str, Any]
+    if filters is None:
+        last = dict(
+            scores=scores, tokens=tokens, out=out, num_tiles=num_tiles, TILES=power_of_two(num_tiles), num_warps=1
+        )
+        return [best, Launch(first_best_kernel, (num_rows,), last)]
+    last = dict(
+        **common, groups=empty(num_groups, dtype=torch.int32), candidates=empty(MAX_CANDIDATES, dtype=logits.dtype),
+        candidate_tokens=empty(MAX_CANDIDATES, dtype=torch.int32), out=out, ZERO_BITS=ZERO_BITS.get(logits.dtype, 0),
+        MAX_GROUPS=MAX_GROUPS, MAX_CANDIDATES=MAX_CANDIDATES, TILE=SEARCH_TILE.elements, FIRST_TILE=tile.elements,
+        TILES=power_of_two(num_tiles), num_warps=SEARCH_TILE.num_warps,
+    )  # fmt: skip
+    return [best, Launch(filter_kernel, (num_rows,), last)]
 
 
 def sample(
@@ -214,7 +448,7 @@ def sample(
     *,
     out: Tensor | None = None,  # [num_rows] int64; None: a new tensor
 ) -> Tensor:  # [num_rows] int64
-    """Sample one token per row without synchronizing with the device, in two launches, or three with filters.
+    """Sample one token per row without synchronizing with the device, in two launches.
 
     Of equal scores the lowest token wins. A row that cannot be sampled gets -1: one of its logits is NaN or infinity,
     or all are -infinity.
