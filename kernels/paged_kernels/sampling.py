@@ -39,7 +39,8 @@ from paged_kernels.sampling_metadata import SamplingMetadata
 
 # Tiles of the two launches with filters. They are not tuned, because they set the order of the filters' sums, which
 # affects tokens.
-FILTER_TILE, SEARCH_TILE = RowTile(4096, 4), RowTile(4096, 8)
+FILTER_TILE, SEARCH_TILE = RowTile(4096, 8), RowTile(2048, 8)
+ROW_STAGES = 4  # tiles of a whole row that are loaded or used at the same time
 GROUP = 32  # tokens of a group
 MAX_GROUPS = 2048  # groups that are read for top_p if the maxima of more have too little mass
 MAX_CANDIDATES = 8192
@@ -209,10 +210,10 @@ def _read(part, place):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sum_from(part, least, top, scale, COUNT: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_from(part, least, top, scale, COUNT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sum the weights of the logits from `least` on, in an order that depends on the number of logits alone."""
     total = tl.zeros([TILE], tl.float32)
-    for start in range(0, part.count, TILE):
+    for start in tl.range(0, part.count, TILE, num_stages=STAGES):
         x = _read(part, start + tl.arange(0, TILE))
         total += tl.where(x >= least, _weights(x, top, scale, COUNT), 0.0)
     return tl.sum(total, 0)
@@ -221,7 +222,7 @@ def _sum_from(part, least, top, scale, COUNT: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def _search(  # type: ignore[no-untyped-def]
     part, top, scale, low, high, wanted, enough,
-    COUNT: tl.constexpr, ZERO_BITS: tl.constexpr, TILE: tl.constexpr,
+    COUNT: tl.constexpr, ZERO_BITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Find the largest key between `low` and `high` from which on the weights add up to `wanted`; `low` if none.
 
@@ -235,18 +236,51 @@ def _search(  # type: ignore[no-untyped-def]
         above1 = tl.zeros([TILE], tl.float32)
         above2 = tl.zeros([TILE], tl.float32)
         above3 = tl.zeros([TILE], tl.float32)
-        for start in range(0, part.count, TILE):
+        for start in tl.range(0, part.count, TILE, num_stages=STAGES):
             x = _read(part, start + tl.arange(0, TILE))
             key, weight = _key(x, ZERO_BITS), _weights(x, top, scale, COUNT)
             above1 += tl.where(key >= key1.to(tl.int32), weight, 0.0)
             above2 += tl.where(key >= key2.to(tl.int32), weight, 0.0)
             above3 += tl.where(key >= key3.to(tl.int32), weight, 0.0)
         sum1, sum2, sum3 = tl.sum(above1, 0), tl.sum(above2, 0), tl.sum(above3, 0)
-        high = tl.where(sum1 < wanted, key1, tl.where(sum2 < wanted, key2, tl.where(sum3 < wanted, key3, high)))
-        low = tl.where(sum3 >= wanted, key3, tl.where(sum2 >= wanted, key2, tl.where(sum1 >= wanted, key1, low)))
-        found = tl.where(sum3 >= wanted, sum3, tl.where(sum2 >= wanted, sum2, sum1))
-        high = tl.where((found >= wanted) & (found <= enough), low + 1, high)
+        holds1, holds2, holds3 = sum1 >= wanted, sum2 >= wanted, sum3 >= wanted
+        low = tl.where(holds3, key3, tl.where(holds2, key2, tl.where(holds1, key1, low)))
+        high = tl.where(holds1, tl.where(holds2, tl.where(holds3, high, key3), key2), key1)
+        found = tl.where(holds3, sum3, tl.where(holds2, sum2, sum1))
+        high = tl.where(holds1 & (found <= enough), low + 1, high)
     return low.to(tl.int32)
+
+
+@triton.jit
+def _bound(  # type: ignore[no-untyped-def]
+    maxima, draw, vocab, top, total, MAX_GROUPS: tl.constexpr, ZERO_BITS: tl.constexpr, TILE: tl.constexpr
+):
+    """Return the key from which on logits become candidates, and the smallest one that needs to be considered.
+
+    min_p decides the latter, unless top_p refers to the mass of what top_k keeps.
+    """
+    uses_both = (draw.top_k < vocab) & (draw.top_p < 1)
+    floor = _key(tl.maximum(-LARGEST, tl.where(uses_both, -LARGEST, top - draw.margin)), ZERO_BITS)
+    bound = floor
+    if (draw.top_k < vocab) | (draw.top_p < 1):
+        least = tl.full([TILE], float("inf"), tl.float32)
+        for start in range(0, maxima.count, TILE):
+            group = start + tl.arange(0, TILE)
+            least = tl.minimum(least, tl.where(group < maxima.count, _read(maxima, group), float("inf")))
+        bound = tl.maximum(floor, _key(tl.min(least, 0), ZERO_BITS))
+        after_top = _key(top, ZERO_BITS) + 1
+        if draw.top_k < vocab:
+            top_k = draw.top_k.to(tl.float32)
+            bound = _search(maxima, top, draw.scale, bound, after_top, top_k, 2 * top_k, True, ZERO_BITS, TILE, 1)
+        else:
+            wanted = draw.top_p * total
+            bound = _search(maxima, top, draw.scale, bound, after_top, wanted, 0.0, False, ZERO_BITS, TILE, 1)
+            if _sum_from(maxima, _value(bound, ZERO_BITS), top, draw.scale, True, TILE, 1) > MAX_GROUPS:
+                groups = 1.0 * MAX_GROUPS
+                bound = _search(
+                    maxima, top, draw.scale, bound, after_top, groups, 1.1 * groups, True, ZERO_BITS, TILE, 1
+                )  # fmt: skip
+    return bound, floor
 
 
 @triton.jit
@@ -267,7 +301,7 @@ def _gather(  # type: ignore[no-untyped-def]
     tl.debug_barrier()  # all threads have stored
     count = 0
     weight = tl.zeros([TILE // GROUP, GROUP], tl.float32)
-    for start in range(0, num_groups, TILE // GROUP):
+    for start in tl.range(0, num_groups, TILE // GROUP, num_stages=2):
         index = start + tl.arange(0, TILE // GROUP)
         group = tl.load(groups + index, mask=index < num_groups, other=maxima.count)
         token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -286,11 +320,11 @@ def _gather(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _best_token(part, least, draw, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _best_token(part, least, draw, TILE: tl.constexpr, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the token with the best score of the logits from `least` on, the lowest of several."""
     best = tl.full([TILE], float("-inf"), tl.float32)
     first = tl.full([TILE], 2147483647, tl.int32)
-    for start in range(0, part.count, TILE):
+    for start in tl.range(0, part.count, TILE, num_stages=STAGES):
         place = start + tl.arange(0, TILE)
         x = _read(part, place)
         token = place
@@ -305,7 +339,7 @@ def _best_token(part, least, draw, TILE: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit
 def _filtered_token(  # type: ignore[no-untyped-def]
-    part, draw, vocab, top, total, low, high, ZERO_BITS: tl.constexpr, TILE: tl.constexpr
+    part, draw, vocab, top, total, low, high, ZERO_BITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
 ):
     """Return the row's token. `part` has every logit that the filters keep.
 
@@ -314,13 +348,13 @@ def _filtered_token(  # type: ignore[no-untyped-def]
     key, after_top = low, _key(top, ZERO_BITS) + 1
     if draw.top_k < vocab:
         top_k = draw.top_k.to(tl.float32)
-        key = _search(part, top, draw.scale, key, high, top_k, top_k, True, ZERO_BITS, TILE)
+        key = _search(part, top, draw.scale, key, high, top_k, top_k, True, ZERO_BITS, TILE, STAGES)
         high = after_top
         if draw.top_p < 1:
-            total = _sum_from(part, _value(key, ZERO_BITS), top, draw.scale, False, TILE)
+            total = _sum_from(part, _value(key, ZERO_BITS), top, draw.scale, False, TILE, STAGES)
     if draw.top_p < 1:
-        key = _search(part, top, draw.scale, key, high, draw.top_p * total, 0.0, False, ZERO_BITS, TILE)
-    return _best_token(part, tl.maximum(_value(key, ZERO_BITS), top - draw.margin), draw, TILE)
+        key = _search(part, top, draw.scale, key, high, draw.top_p * total, 0.0, False, ZERO_BITS, TILE, STAGES)
+    return _best_token(part, tl.maximum(_value(key, ZERO_BITS), top - draw.margin), draw, TILE, STAGES)
 
 
 @triton.jit
@@ -328,7 +362,7 @@ def filter_kernel(  # type: ignore[no-untyped-def]
     logits, scales, seeds, positions, top_ks, top_ps, margins, scores, tokens, maxima, masses,
     groups, candidates, candidate_tokens, out, vocab, stride_row,
     ZERO_BITS: tl.constexpr, GROUP: tl.constexpr, MAX_GROUPS: tl.constexpr, MAX_CANDIDATES: tl.constexpr,
-    TILE: tl.constexpr, FIRST_TILE: tl.constexpr, TILES: tl.constexpr,
+    FIRST_TILE: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Find the token of a row from the results of `best_kernel`. Grid: (num_rows,)."""
     row = tl.program_id(0).to(tl.int64)
@@ -361,45 +395,13 @@ def filter_kernel(  # type: ignore[no-untyped-def]
             after_top = _key(top, ZERO_BITS) + 1
             if is_low & (count <= MAX_CANDIDATES):
                 found = Part(candidates + place, candidate_tokens + place, count)
-                token = _filtered_token(found, draw, vocab, top, total, bound, after_top, ZERO_BITS, TILE)
+                token = _filtered_token(found, draw, vocab, top, total, bound, after_top, ZERO_BITS, TILE, 1)
             else:
                 low, high = tl.where(is_low, bound, floor), tl.where(is_low, after_top, bound)
-                token = _filtered_token(whole, draw, vocab, top, total, low, high, ZERO_BITS, TILE)
+                token = _filtered_token(whole, draw, vocab, top, total, low, high, ZERO_BITS, TILE, STAGES)
     else:
         token = _first_best(scores, tokens, row, num_tiles, TILES)
     tl.store(out + row, token.to(tl.int64))
-
-
-@triton.jit
-def _bound(  # type: ignore[no-untyped-def]
-    maxima, draw, vocab, top, total, MAX_GROUPS: tl.constexpr, ZERO_BITS: tl.constexpr, TILE: tl.constexpr
-):
-    """Return the key from which on logits become candidates, and the smallest one that needs to be considered.
-
-    min_p decides the latter, unless top_p refers to the mass of what top_k keeps.
-    """
-    uses_both = (draw.top_k < vocab) & (draw.top_p < 1)
-    floor = _key(tl.maximum(-LARGEST, tl.where(uses_both, -LARGEST, top - draw.margin)), ZERO_BITS)
-    bound = floor
-    if (draw.top_k < vocab) | (draw.top_p < 1):
-        least = tl.full([TILE], float("inf"), tl.float32)
-        for start in range(0, maxima.count, TILE):
-            group = start + tl.arange(0, TILE)
-            least = tl.minimum(least, tl.where(group < maxima.count, _read(maxima, group), float("inf")))
-        bound = tl.maximum(floor, _key(tl.min(least, 0), ZERO_BITS))
-        after_top = _key(top, ZERO_BITS) + 1
-        if draw.top_k < vocab:
-            top_k = draw.top_k.to(tl.float32)
-            bound = _search(maxima, top, draw.scale, bound, after_top, top_k, 2 * top_k, True, ZERO_BITS, TILE)
-        else:
-            wanted = draw.top_p * total
-            bound = _search(maxima, top, draw.scale, bound, after_top, wanted, 0.0, False, ZERO_BITS, TILE)
-            if _sum_from(maxima, _value(bound, ZERO_BITS), top, draw.scale, True, TILE) > MAX_GROUPS:
-                groups = 1.0 * MAX_GROUPS
-                bound = _search(
-                    maxima, top, draw.scale, bound, after_top, groups, 1.1 * groups, True, ZERO_BITS, TILE
-                )  # fmt: skip
-    return bound, floor
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
@@ -436,8 +438,8 @@ def plan_launch(logits: Tensor, metadata: SamplingMetadata | None, out: Tensor, 
     last = dict(
         **common, groups=empty(num_groups, dtype=torch.int32), candidates=empty(MAX_CANDIDATES, dtype=logits.dtype),
         candidate_tokens=empty(MAX_CANDIDATES, dtype=torch.int32), out=out, ZERO_BITS=ZERO_BITS.get(logits.dtype, 0),
-        MAX_GROUPS=MAX_GROUPS, MAX_CANDIDATES=MAX_CANDIDATES, TILE=SEARCH_TILE.elements, FIRST_TILE=tile.elements,
-        TILES=power_of_two(num_tiles), num_warps=SEARCH_TILE.num_warps,
+        MAX_GROUPS=MAX_GROUPS, MAX_CANDIDATES=MAX_CANDIDATES, FIRST_TILE=tile.elements, TILES=power_of_two(num_tiles),
+        TILE=SEARCH_TILE.elements, STAGES=ROW_STAGES, num_warps=SEARCH_TILE.num_warps,
     )  # fmt: skip
     return [best, Launch(filter_kernel, (num_rows,), last)]
 

@@ -248,7 +248,7 @@ def test_serving_compiles_no_kernel(family, options):
     served = set(variants["served"])
     is_invariant = "batch_invariant" in options
     attention = "invariant_attention_kernel" if is_invariant else "paged_attention_kernel"
-    kernels = {attention, "best_kernel", "threshold_kernel"}
+    kernels = {attention, "best_kernel", "filter_kernel"}
     if is_invariant:
         kernels |= {"add_partitions_kernel", "invariant_linear_kernel"}
     elif family == "qwen3" and "num_speculative_tokens" not in options:  # a step with draft tokens shares no prefixes

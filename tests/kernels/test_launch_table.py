@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -203,7 +204,8 @@ def test_tables_do_not_change_the_filter_sums(tables):
     launch_table.use_table(Table("sm_91", dict(entries)))
     ones, integers = torch.ones(2), torch.zeros(2, dtype=torch.int64)
     metadata = SamplingMetadata(ones, integers, integers, SamplingFilters(integers.int(), ones, ones))
-    threshold, best, first = plan_launch(torch.zeros(2, 50000), metadata, integers, device=Device("sm_91", 1))
-    assert (threshold.arguments["TILE"], threshold.arguments["num_warps"]) == (4096, 16)
-    assert (best.arguments["TILE"], best.arguments["num_warps"], best.grid) == (1024, 2, (2, 49))
-    assert first.arguments["TILES"] == 64
+    for filters, tiles in ((None, [(1024, 2), (None, 1)]), (metadata.filters, [(4096, 8), (2048, 8)])):
+        planned = plan_launch(
+            torch.zeros(2, 50000), replace(metadata, filters=filters), integers, device=Device("sm_91", 1)
+        )
+        assert [(one.arguments.get("TILE"), one.arguments["num_warps"]) for one in planned] == tiles

@@ -1,5 +1,6 @@
 """sample against the reference, in the interpreter or on a GPU and on a CPU; the distribution of its noise."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -7,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from paged_kernels import sampling
 from paged_kernels.cpu import native
 from paged_kernels.cpu.sampling import best_tokens
 from paged_kernels.cpu.sampling import noise_bits as bits_cpu
 from paged_kernels.cpu.sampling import sample as sample_cpu
+from paged_kernels.launch import device_of
 from paged_kernels.sampling import noise_bits_reference, sample, sample_reference, sampling_noise
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
@@ -106,9 +109,10 @@ def test_greedy_and_random_rows_without_filters(vocab, dtype, device):
     assert torch.equal(tokens[[1, 5, 6]], logits.float()[[1, 5, 6]].argmax(-1))
 
 
-def test_filters(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_filters(dtype, device):
     """Half of the rows have few distinct logits: equal ones are kept or dropped together."""
-    logits = random_logits(len(FILTERS), 300, seed=1)
+    logits = random_logits(len(FILTERS), 300, seed=1).to(dtype)
     logits[1::2] = logits[1::2].round()
     check(logits, make_metadata([1.0, 0.5, 2.0, 0.7] * 3, FILTERS), device)
 
@@ -127,6 +131,105 @@ def test_filters_on_a_cpu(ties):
 def test_filters_over_several_tiles(device):
     logits = random_logits(3, 5000, seed=2)
     check(logits, make_metadata([1.0] * 3, [{"top_k": 50}, {"top_p": 0.9}, {}]), device)
+
+
+def edge_row(kept: int, *, vocab: int, step: float, ties: int, seed: int, position: int) -> tuple[Tensor, int]:
+    """Return logits of which a filter keeps the `kept` largest, and the token that is sampled then.
+
+    The largest noise is that of a token that is just dropped, the second largest that of one that is just kept. The
+    logits are multiples of `step`, each of `ties` tokens; scale 1.
+    """
+    noise = -np.log(-np.log1p(-(bits_cpu(np.array([seed]), np.array([position]), np.arange(vocab))[0] + 0.5) / 2**32))
+    tokens = noise.argsort()
+    last = kept - 1 - (kept - 1) % ties  # first rank of the smallest logit that is kept
+    order = np.insert(tokens[:-2], [last, kept - 1], tokens[-2:])  # the token of each rank
+    logits = -step * (np.arange(vocab) // ties)
+    scores = logits + noise[order]
+    assert scores[:kept].argmax() == last
+    assert scores[: kept + ties].argmax() == kept
+    return torch.empty(vocab).index_put((torch.tensor(order),), torch.tensor(logits).float()), int(order[last])
+
+
+def check_edges(cases: Sequence[tuple[dict, int, float, int]], vocab: int, device: str) -> None:
+    """Sample rows with the filters, kept tokens, step and ties of each case."""
+    metadata = make_metadata([1.0] * len(cases), [filters for filters, *_ in cases], seed=5)
+    numbers = zip(metadata.seeds.tolist(), metadata.positions.tolist(), strict=True)
+    rows = [
+        edge_row(kept, vocab=vocab, step=step, ties=ties, seed=seed, position=position)
+        for (_, kept, step, ties), (seed, position) in zip(cases, numbers, strict=True)
+    ]
+    logits, expected = torch.stack([row for row, _ in rows]), [token for _, token in rows]
+    assert sample(logits.to(device), to_device(metadata, device)).tolist() == expected
+
+
+def mass(kept: float, *, vocab: int, step: float, ties: int = 1) -> float:
+    """Return the top_p for which the `kept` largest logits of a row of `edge_row` are kept, with a fraction as margin.
+
+    The row has this part of the probability in its largest logits.
+    """
+    return float(np.expm1(-step * kept / ties) / np.expm1(-step * vocab / ties))
+
+
+def edges(vocab: int) -> list[tuple[dict, int, float, int]]:
+    flat, steep = 1e-3, 0.05
+    part = partial(mass, vocab=vocab)
+    return [
+        *(({"top_k": kept}, kept, flat, 1) for kept in (1, 7, 40, 200, vocab - 1)),
+        ({"top_k": 401}, 500, flat, 100),
+        *(({"top_p": part(kept - 0.5, step=flat)}, kept, flat, 1) for kept in (1, 30, 300, vocab - 100)),
+        *(({"top_p": part(kept - 0.5, step=steep)}, kept, steep, 1) for kept in (1, 20, 60)),
+        *(({"top_p": part(kept - 0.5, step=0.1, ties=50)}, kept, 0.1, 50) for kept in (50, 100, 400)),
+        *(({"margin": (kept - 0.5) * flat}, kept, flat, 1) for kept in (1, 60, vocab - 100)),
+        ({"top_k": 300, "top_p": part(99.5, step=flat) / part(300, step=flat)}, 100, flat, 1),
+        ({"top_k": 300, "margin": 99.5 * flat}, 100, flat, 1),
+        ({"top_p": part(299.5, step=flat), "margin": 99.5 * flat}, 100, flat, 1),
+        ({"top_k": 300, "top_p": part(99.5, step=flat) / part(300, step=flat), "margin": 49.5 * flat}, 50, flat, 1),
+        ({"top_k": 300, "top_p": part(99.5, step=flat) / part(300, step=flat), "margin": 199.5 * flat}, 100, flat, 1),
+    ]
+
+
+@pytest.mark.parametrize(("groups", "candidates"), [(2048, 8192), (20, 8192), (2048, 100)])
+def test_filters_keep_exactly_the_tokens_they_should(groups, candidates, device, monkeypatch):
+    """With a bound below or above the threshold, with more groups than are read, and with more candidates than fit."""
+    monkeypatch.setattr(sampling, "MAX_GROUPS", groups)
+    monkeypatch.setattr(sampling, "MAX_CANDIDATES", candidates)
+    check_edges(edges(1500), 1500, device)
+
+
+def test_filters_over_a_large_vocabulary(device):
+    """A usual row, and flat ones, of which the filters keep more tokens than there are groups or candidates."""
+    vocab, flat = 151_936, 1e-5
+    part = partial(mass, vocab=vocab)
+    cases = [
+        ({"top_k": 50}, 50, 0.01, 1),
+        ({"top_k": 6000}, 6000, flat, 1),
+        ({"top_p": part(1999.5, step=flat)}, 2000, flat, 1),
+        ({"top_p": part(25_000, step=flat, ties=50_000)}, 50_000, flat, 50_000),
+    ]
+    check_edges(cases, vocab, device)
+
+
+def test_filters_keep_all_of_equal_logits(device):
+    filters = [{"top_k": 5}, {"top_p": 0.1}, {"margin": 0.0}, {"top_k": 5, "top_p": 0.1, "margin": 0.0}]
+    logits = torch.full((4, 20_000), -2.5, dtype=torch.bfloat16, device=device)
+    filtered, plain = (to_device(make_metadata([1.0] * 4, used, seed=3), device) for used in (filters, None))
+    assert torch.equal(sample(logits, filtered), sample(logits, plain))
+
+
+def test_filters_read_only_groups_that_may_hold_candidates(device):
+    """Between the launches, the other groups are overwritten."""
+    cases = [{"top_k": 20}, {"top_p": 0.7}, {"margin": 2.0}, {"top_k": 30, "top_p": 0.9, "margin": 5.0}]
+    logits, metadata = 2 * random_logits(4, 20_000, seed=6), make_metadata([1.0] * 4, cases)
+    expected = sample_cpu(logits, metadata)
+    places = logits.topk(300).indices // sampling.GROUP * sampling.GROUP
+    near = torch.zeros(logits.shape, dtype=torch.bool)
+    for offset in range(sampling.GROUP):
+        near.scatter_(1, (places + offset).clamp(max=19_999), True)
+    logits, out = logits.to(device), torch.empty(4, dtype=torch.int64, device=device)
+    for planned in sampling.plan_launch(logits, to_device(metadata, device), out, device=device_of(logits.device)):
+        planned.run()
+        logits[~near.to(device)] = 100.0
+    assert torch.equal(out.cpu(), expected)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # from the interpreter: infinity - infinity
@@ -166,14 +269,14 @@ def test_positive_and_negative_zero_are_equal_logits(device):
 
 def test_sample_of_a_row_does_not_depend_on_the_batch(device):
     """The other rows and the strides of the logits do not matter."""
-    logits = random_logits(6, 90, seed=4)
-    filters = [FILTERS[9], FILTERS[1], {}, FILTERS[8], {}, {}]
+    logits = random_logits(6, 4500, seed=4)
+    filters = [FILTERS[9], FILTERS[1], {}, FILTERS[8], {}, FILTERS[5]]
     metadata = make_metadata([1.0, 0.0, 0.6] * 2, filters)
     together = sample(logits.to(device), to_device(metadata, device)).cpu()
-    strided = torch.zeros(6, 200)[:, 3:93].copy_(logits)
+    strided = torch.zeros(6, 4600)[:, 3:4503].copy_(logits)
     assert torch.equal(sample(strided.to(device), to_device(metadata, device)).cpu(), together)
     assert torch.equal(sample_cpu(strided, metadata), together)
-    for row in range(0, 6, 2):
+    for row in range(6):
         one = slice(row, row + 1)
         alone = SamplingMetadata(
             metadata.scales[one],
