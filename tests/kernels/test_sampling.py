@@ -150,16 +150,18 @@ def edge_row(kept: int, *, vocab: int, step: float, ties: int, seed: int, positi
     return torch.empty(vocab).index_put((torch.tensor(order),), torch.tensor(logits).float()), int(order[last])
 
 
-def check_edges(cases: Sequence[tuple[dict, int, float, int]], vocab: int, device: str) -> None:
-    """Sample rows with the filters, kept tokens, step and ties of each case."""
+def check_edges(
+    cases: Sequence[tuple[dict, int, float, int]], vocab: int, device: str, top: float = 0.0, dtype=torch.float32
+) -> None:
+    """Sample rows with the filters, kept tokens, step and ties of each case, whose largest logit is `top`."""
     metadata = make_metadata([1.0] * len(cases), [filters for filters, *_ in cases], seed=5)
     numbers = zip(metadata.seeds.tolist(), metadata.positions.tolist(), strict=True)
     rows = [
         edge_row(kept, vocab=vocab, step=step, ties=ties, seed=seed, position=position)
         for (_, kept, step, ties), (seed, position) in zip(cases, numbers, strict=True)
     ]
-    logits, expected = torch.stack([row for row, _ in rows]), [token for _, token in rows]
-    assert sample(logits.to(device), to_device(metadata, device)).tolist() == expected
+    logits, expected = torch.stack([row + top for row, _ in rows]), [token for _, token in rows]
+    assert sample(logits.to(device, dtype), to_device(metadata, device)).tolist() == expected
 
 
 def mass(kept: float, *, vocab: int, step: float, ties: int = 1) -> float:
@@ -209,6 +211,12 @@ def test_filters_over_a_large_vocabulary(device):
     check_edges(cases, vocab, device)
 
 
+@pytest.mark.parametrize(("dtype", "step"), [(torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)], ids=str)
+def test_filters_tell_neighboring_numbers_of_a_type_apart(dtype, step, device):
+    cases = [({"top_k": kept}, kept, step, 1) for kept in (1, 2, 3, 4)]
+    check_edges(cases, 100, device, top=2 - step, dtype=dtype)
+
+
 def test_filters_keep_all_of_equal_logits(device):
     filters = [{"top_k": 5}, {"top_p": 0.1}, {"margin": 0.0}, {"top_k": 5, "top_p": 0.1, "margin": 0.0}]
     logits = torch.full((4, 20_000), -2.5, dtype=torch.bfloat16, device=device)
@@ -255,11 +263,15 @@ def test_nonfinite_row_gives_minus_one_and_does_not_affect_others(device):
     assert check(wide, None, device)[0] == -1
 
 
-def test_lowest_token_of_equal_scores_wins(device):
+@pytest.mark.parametrize("candidates", [1, 8192])
+def test_lowest_token_of_equal_scores_wins(candidates, device, monkeypatch):
+    monkeypatch.setattr(sampling, "MAX_CANDIDATES", candidates)
     logits = torch.zeros(2, 9000)
-    logits[:, [17, 400, 8000]] = 5.0
+    logits[:, [17, 400, 17 + 2 * sampling.SEARCH_TILE.elements]] = 5.0
     assert check(logits, None, device).tolist() == [17, 17]
     assert check(logits, make_metadata([0.0, 1e6]), device)[0] == 17
+    filtered = make_metadata([1e9] * 2, [{"top_k": 2}, {"margin": 1.0}])  # noise is lost in rounding
+    assert sample(logits.to(device), to_device(filtered, device)).tolist() == [17, 17]
 
 
 def test_positive_and_negative_zero_are_equal_logits(device):
