@@ -40,8 +40,8 @@ from paged_kernels.sampling_metadata import SamplingMetadata
 # Tiles of the two launches with filters. They are not tuned, because they set the order of the filters' sums, which
 # affects tokens.
 FILTER_TILE, SEARCH_TILE = RowTile(4096, 8), RowTile(2048, 8)
-ROW_STAGES = 4  # tiles of a whole row that are loaded or used at the same time
-GROUP = 32  # tokens of a group
+STAGES = 3  # steps of a loop over a row, or over its groups, that are loaded or used at the same time
+GROUP, STEP = 32, 32  # tokens of a group; groups that are read at once
 MAX_GROUPS = 2048  # groups that are read for top_p if the maxima of more have too little mass
 MAX_CANDIDATES = 8192
 # Zero bits at the end of every float32 that was converted from the type. Bisection leaves them out.
@@ -286,7 +286,7 @@ def _bound(  # type: ignore[no-untyped-def]
 @triton.jit
 def _gather(  # type: ignore[no-untyped-def]
     row, groups, candidates, maxima, bound, top, scale,
-    GROUP: tl.constexpr, MAX_CANDIDATES: tl.constexpr, TILE: tl.constexpr,
+    GROUP: tl.constexpr, STEP: tl.constexpr, MAX_CANDIDATES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Copy the row's logits from `bound` on to `candidates`, as far as there is room. Return their number and weight.
 
@@ -300,16 +300,16 @@ def _gather(  # type: ignore[no-untyped-def]
         num_groups += tl.sum(reaches.to(tl.int32), 0)
     tl.debug_barrier()  # all threads have stored
     count = 0
-    weight = tl.zeros([TILE // GROUP, GROUP], tl.float32)
-    for start in tl.range(0, num_groups, TILE // GROUP, num_stages=2):
-        index = start + tl.arange(0, TILE // GROUP)
+    weight = tl.zeros([STEP, GROUP], tl.float32)
+    for start in tl.range(0, num_groups, STEP, num_stages=STAGES):
+        index = start + tl.arange(0, STEP)
         group = tl.load(groups + index, mask=index < num_groups, other=maxima.count)
         token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = tl.load(row.logits + token, mask=token < row.count, other=float("-inf"))
         wide = x.to(tl.float32)
         reaches = wide >= bound
-        order = tl.cumsum(tl.reshape(reaches.to(tl.int32), [TILE]), 0)
-        place = count + tl.reshape(order, [TILE // GROUP, GROUP]) - 1
+        order = tl.cumsum(tl.reshape(reaches.to(tl.int32), [STEP * GROUP]), 0)
+        place = count + tl.reshape(order, [STEP, GROUP]) - 1
         fits = reaches & (place < MAX_CANDIDATES)
         tl.store(candidates.logits + place, x, mask=fits)
         tl.store(candidates.tokens + place, token, mask=fits)
@@ -361,8 +361,9 @@ def _filtered_token(  # type: ignore[no-untyped-def]
 def filter_kernel(  # type: ignore[no-untyped-def]
     logits, scales, seeds, positions, top_ks, top_ps, margins, scores, tokens, maxima, masses,
     groups, candidates, candidate_tokens, out, vocab, stride_row,
-    ZERO_BITS: tl.constexpr, GROUP: tl.constexpr, MAX_GROUPS: tl.constexpr, MAX_CANDIDATES: tl.constexpr,
-    FIRST_TILE: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    ZERO_BITS: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, MAX_GROUPS: tl.constexpr,
+    MAX_CANDIDATES: tl.constexpr, FIRST_TILE: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Find the token of a row from the results of `best_kernel`. Grid: (num_rows,)."""
     row = tl.program_id(0).to(tl.int64)
@@ -385,7 +386,7 @@ def filter_kernel(  # type: ignore[no-untyped-def]
             place = row * MAX_CANDIDATES
             count, weight = _gather(
                 whole, groups + row * stride, Part(candidates + place, candidate_tokens + place, 0), of_groups,
-                _value(bound, ZERO_BITS), top, draw.scale, GROUP, MAX_CANDIDATES, TILE,
+                _value(bound, ZERO_BITS), top, draw.scale, GROUP, STEP, MAX_CANDIDATES, TILE, STAGES,
             )  # fmt: skip
             is_low = bound == floor  # whether the bound is at or below the threshold
             if draw.top_k < vocab:
@@ -438,8 +439,8 @@ def plan_launch(logits: Tensor, metadata: SamplingMetadata | None, out: Tensor, 
     last = dict(
         **common, groups=empty(num_groups, dtype=torch.int32), candidates=empty(MAX_CANDIDATES, dtype=logits.dtype),
         candidate_tokens=empty(MAX_CANDIDATES, dtype=torch.int32), out=out, ZERO_BITS=ZERO_BITS.get(logits.dtype, 0),
-        MAX_GROUPS=MAX_GROUPS, MAX_CANDIDATES=MAX_CANDIDATES, FIRST_TILE=tile.elements, TILES=power_of_two(num_tiles),
-        TILE=SEARCH_TILE.elements, STAGES=ROW_STAGES, num_warps=SEARCH_TILE.num_warps,
+        STEP=STEP, MAX_GROUPS=MAX_GROUPS, MAX_CANDIDATES=MAX_CANDIDATES, FIRST_TILE=tile.elements,
+        TILES=power_of_two(num_tiles), TILE=SEARCH_TILE.elements, STAGES=STAGES, num_warps=SEARCH_TILE.num_warps,
     )  # fmt: skip
     return [best, Launch(filter_kernel, (num_rows,), last)]
 
