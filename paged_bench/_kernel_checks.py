@@ -27,6 +27,7 @@ from paged_bench._harness import Record, Records, count, first_line, not_measure
 from paged_kernels import ops
 from paged_kernels.block_copy import block_copy_reference
 from paged_kernels.cpu import native
+from paged_kernels.cpu.sampling import sample as sample_on_cpu
 from paged_kernels.kv_write import kv_write_reference, latent_kv_write_reference, rope_kv_write_reference
 from paged_kernels.layer_cache import FORMATS, BlockPair, LayerCache
 from paged_kernels.layer_ops import (
@@ -193,16 +194,38 @@ def sample(filtered: bool) -> Check:
         logits = 3 * torch.randn(rows, 500, generator=torch.Generator().manual_seed(0))
         kept = SamplingFilters(torch.full((rows,), 20, dtype=torch.int32), torch.full((rows,), 0.9), torch.ones(rows))
         draws = SamplingMetadata(torch.ones(rows), torch.arange(rows), torch.arange(rows), kept) if filtered else None
-        on_device = draws and SamplingMetadata(
-            draws.scales.to(device),
-            draws.seeds.to(device),
-            draws.positions.to(device),
-            SamplingFilters(*(tensor.to(device) for tensor in vars(kept).values())),
-        )
-        found = ops.sample(logits.to(device), on_device).cpu()
+        found = ops.sample(logits.to(device), draws and _draws_on(device, draws)).cpu()
         return float((found != sample_reference(logits, draws)).sum()), 0.0
 
     return check
+
+
+def sample_vocabulary(rows: int) -> Check:
+    """Compare rows over a vocabulary of 151,936 tokens, steep and flat, with the sampling on a CPU.
+
+    The filters of the rows are in turn top_k, top_p, min_p, all, and none.
+    """
+
+    def check(device: torch.device) -> tuple[float, float]:
+        index = torch.arange(rows)
+        scale = 3 + index[:, None] // 5 % 3
+        logits = (scale * torch.randn(rows, 151_936, generator=torch.Generator().manual_seed(0))).bfloat16()
+        kept = SamplingFilters(
+            torch.tensor([50, 2**31 - 1, 2**31 - 1, 50, 2**31 - 1]).int()[index % 5],
+            torch.tensor([1.0, 0.9, 1.0, 0.9, 1.0])[index % 5],
+            torch.tensor([torch.inf, torch.inf, 3.0, 3.0, torch.inf])[index % 5],
+        )
+        draws = SamplingMetadata(torch.ones(rows), index, index, kept)
+        found = ops.sample(logits.to(device), _draws_on(device, draws)).cpu()
+        return float((found != sample_on_cpu(logits, draws)).sum()), 0.0
+
+    return check
+
+
+def _draws_on(device: torch.device, draws: SamplingMetadata) -> SamplingMetadata:
+    assert draws.filters is not None
+    filters = SamplingFilters(*(tensor.to(device) for tensor in vars(draws.filters).values()))
+    return SamplingMetadata(draws.scales.to(device), draws.seeds.to(device), draws.positions.to(device), filters)
 
 
 def block_copy(device: torch.device) -> tuple[float, float]:
@@ -272,6 +295,7 @@ CHECKS: dict[str, Check] = {
     "embed": embed,
     "sample, greedy": sample(filtered=False),
     "sample, filtered": sample(filtered=True),
+    **{f"sample, vocabulary of 151,936, rows: {rows}": sample_vocabulary(rows) for rows in (1, 64)},
     "block_copy": block_copy,
 }
 

@@ -296,8 +296,8 @@ def _launch(case: Case) -> Launch:
         return step_inputs.plan_embed(row, tensor(case.length, 256), ids, ids, row, table, device=device)
     if case.kernel in SAMPLING:
         floats, integers = tensor(case.length, dtype=torch.float32), tensor(case.length, dtype=torch.int64)
-        filters = SamplingFilters(tensor(case.length, dtype=torch.int32), floats, floats)
-        filters = filters if case.kernel in ("maxima", "filter") else None
+        limits = SamplingFilters(tensor(case.length, dtype=torch.int32), floats, floats)
+        filters = limits if case.kernel in ("maxima", "filter") else None
         metadata = None if case.kernel == "greedy" else SamplingMetadata(floats, integers, integers, filters)
         launches = sampling.plan_launch(row, metadata, integers, device=device)
         return launches[case.kernel in ("first_best", "filter")]
