@@ -66,7 +66,7 @@ DEFAULT_ROW_TILES = {  # defaults if a table has no entry; clipped to one row
     "norm_rope_kv_write": RowTile(2048, 4),  # rope_kv_write with an RMSNorm of each head
     "add_rms_norm": RowTile(2**30, 16),  # elements: always a whole row
     "swiglu": RowTile(1024, 4),
-    "sampling": RowTile(4096, 8),  # tile of the pass over all logits
+    "sampling": RowTile(4096, 8),  # of batches without filters
     "block_copy": RowTile(16384, 8),
 }
 # Kinds with one entry for any number of rows. The number of warps sets the order in which a row is summed: with an

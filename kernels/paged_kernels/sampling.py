@@ -13,17 +13,18 @@ position, token id) alone, from a counter-based generator (Salmon et al. 2011, "
 mix64 is the finalizer of SplitMix64 (Steele et al. 2014) and G its increment, mix32 the finalizer of MurmurHash3. The
 usual choice, Philox4x32 with 7 rounds, takes six times as long in numpy and would dominate the sampling time on a CPU.
 
-A filter keeps the logits from a threshold on. The search for it needs neither a sort nor passes over the whole row:
+A filter keeps the logits from a threshold on. The threshold is found without a sort, and with one pass over the row:
 
-1. While the logits are read, each tile of a row stores the largest logit of every group of neighboring tokens, and for
-   top_p the tile's part of the softmax's denominator.
-2. One program per row chooses a bound at or below the threshold. If k groups have a maximum from the bound on, so do at
-   least k tokens; and the tokens from the bound on have at least the mass of these maxima.
-3. It reads the groups whose maximum reaches the bound, and copies the logits from the bound on, the candidates.
-4. Bisection over the bits of a float, which have the order of floats, finds the threshold among the candidates. It is
-   exact. Then the program finds the best score from the threshold on.
+1. The first launch reads all logits. Of each group of neighboring tokens it stores the largest logit, and for top_p of
+   each tile its part of the softmax's denominator.
+2. The second launch has one program per row. It chooses a bound from the maxima of the groups. If k maxima are at least
+   the bound, so are at least k logits, and these have at least the probability of the k maxima.
+3. It reads the groups whose maximum reaches the bound. Their logits from the bound on are the candidates.
+4. Bisection finds the threshold among the candidates. It is exact: it takes place over the bits of a float, which as
+   integers have the order of floats.
+5. The token with the best score from the threshold on is the result.
 
-If there are too many candidates, or too few for top_p, step 4 reads the whole row in place of the candidates.
+If there are too many candidates, or they have too little probability for top_p, steps 4 and 5 read the whole row.
 """
 
 from typing import Any, NamedTuple
@@ -274,7 +275,8 @@ def _bound(  # type: ignore[no-untyped-def]
             bound = _search(maxima, top, draw.scale, bound, after_top, top_k, 2 * top_k, True, ZERO_BITS, TILE, 1)
         else:
             wanted = draw.top_p * total
-            bound = _search(maxima, top, draw.scale, bound, after_top, wanted, 0.0, False, ZERO_BITS, TILE, 1)
+            enough = wanted + (total - wanted) / 8
+            bound = _search(maxima, top, draw.scale, bound, after_top, wanted, enough, False, ZERO_BITS, TILE, 1)
             if _sum_from(maxima, _value(bound, ZERO_BITS), top, draw.scale, True, TILE, 1) > MAX_GROUPS:
                 groups = 1.0 * MAX_GROUPS
                 bound = _search(
@@ -391,8 +393,11 @@ def filter_kernel(  # type: ignore[no-untyped-def]
             is_low = bound == floor  # whether the bound is at or below the threshold
             if draw.top_k < vocab:
                 is_low |= count >= draw.top_k
-            else:
+            elif draw.top_p < 1:
                 is_low |= weight >= draw.top_p * total
+                # top_p drops all logits below this one: even a whole vocabulary of them has less mass than it drops.
+                dropped = 0.5 * (1.0 - draw.top_p) * total / vocab
+                floor = tl.maximum(floor, _key(top + tl.log(dropped) / draw.scale, ZERO_BITS))
             after_top = _key(top, ZERO_BITS) + 1
             if is_low & (count <= MAX_CANDIDATES):
                 found = Part(candidates + place, candidate_tokens + place, count)

@@ -153,15 +153,25 @@ def edge_row(kept: int, *, vocab: int, step: float, ties: int, seed: int, positi
 def check_edges(
     cases: Sequence[tuple[dict, int, float, int]], vocab: int, device: str, top: float = 0.0, dtype=torch.float32
 ) -> None:
-    """Sample rows with the filters, kept tokens, step and ties of each case, whose largest logit is `top`."""
-    metadata = make_metadata([1.0] * len(cases), [filters for filters, *_ in cases], seed=5)
-    numbers = zip(metadata.seeds.tolist(), metadata.positions.tolist(), strict=True)
-    rows = [
-        edge_row(kept, vocab=vocab, step=step, ties=ties, seed=seed, position=position)
-        for (_, kept, step, ties), (seed, position) in zip(cases, numbers, strict=True)
+    """Sample rows with the filters, kept tokens, step and ties of each case, whose largest logit is `top`.
+
+    Logits and margins are those of a temperature of 1; the rows have several temperatures.
+    """
+    scales = [(1.0, 0.5, 2.0)[index % 3] for index in range(len(cases))]
+    filters = [
+        {name: value / scale if name == "margin" else value for name, value in one.items()}
+        for (one, *_), scale in zip(cases, scales, strict=True)
     ]
-    logits, expected = torch.stack([row + top for row, _ in rows]), [token for _, token in rows]
-    assert sample(logits.to(device, dtype), to_device(metadata, device)).tolist() == expected
+    metadata = make_metadata(scales, filters, seed=5)
+    rows, expected = [], []
+    for (_, kept, step, ties), scale, seed, position in zip(
+        cases, scales, metadata.seeds.tolist(), metadata.positions.tolist(), strict=True
+    ):
+        row, token = edge_row(kept, vocab=vocab, step=step, ties=ties, seed=seed, position=position)
+        rows.append((row + top) / scale)
+        expected.append(token)
+    logits = torch.stack(rows).to(device, dtype)
+    assert sample(logits, to_device(metadata, device)).tolist() == expected
 
 
 def mass(kept: float, *, vocab: int, step: float, ties: int = 1) -> float:
