@@ -278,9 +278,9 @@ def _bound(  # type: ignore[no-untyped-def]
             enough = wanted + (total - wanted) / 8
             bound = _search(maxima, top, draw.scale, bound, after_top, wanted, enough, False, ZERO_BITS, TILE, 1)
             if _sum_from(maxima, _value(bound, ZERO_BITS), top, draw.scale, True, TILE, 1) > MAX_GROUPS:
-                groups = 1.0 * MAX_GROUPS
                 bound = _search(
-                    maxima, top, draw.scale, bound, after_top, groups, 1.1 * groups, True, ZERO_BITS, TILE, 1
+                    maxima, top, draw.scale, bound, after_top, MAX_GROUPS, 1.1 * MAX_GROUPS,
+                    True, ZERO_BITS, TILE, 1,
                 )  # fmt: skip
     return bound, floor
 
