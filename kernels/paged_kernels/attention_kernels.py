@@ -138,22 +138,23 @@ def pools_of_head(  # type: ignore[no-untyped-def]
     """Return the pools of the program's KV head."""
     kv_head = (tl.program_id(1) // LAYER.HEAD_TILES).to(tl.int64)
     key, value = keys + kv_head * CACHE.K_HEAD, values + kv_head * CACHE.V_HEAD
+    # What a layer does not have is a pointer that is not used: before 3.7, Triton cannot return None in a tuple.
+    key_scale, value_scale, of_head = key, value, Packed(key, key, key, value, value)
+    if CACHE.FORMAT is not None:
+        key_scale, value_scale = key_scales + kv_head * CACHE.S_HEAD, value_scales + kv_head * CACHE.S_HEAD
     if CACHE.PACKED is not None:
-        packed = packed_of_head(packed, kv_head, CACHE, LAYER.HEAD_DIM, LAYER.VALUE_DIM)
-    if CACHE.FORMAT is None:
-        pools = Pools(key, value, key, value, packed)  # there are no scales to read
-    else:
-        pools = Pools(key, value, key_scales + kv_head * CACHE.S_HEAD, value_scales + kv_head * CACHE.S_HEAD, packed)
-    return pools
+        of_head = packed_of_head(packed, kv_head, CACHE, LAYER.HEAD_DIM, LAYER.VALUE_DIM)
+    return Pools(key, value, key_scale, value_scale, of_head)
 
 
 @triton.jit
 def tables_of(block_tables, stride_table, packed_tables, stride_packed_table, seq):  # type: ignore[no-untyped-def]
     """Return the tables of a sequence."""
-    packed = packed_tables
+    cache = block_tables + stride_table.to(tl.int64) * seq
+    packed = cache
     if packed_tables is not None:
-        packed += stride_packed_table.to(tl.int64) * seq
-    return Tables(block_tables + stride_table.to(tl.int64) * seq, packed)
+        packed = packed_tables + stride_packed_table.to(tl.int64) * seq
+    return Tables(cache, packed)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 
@@ -87,3 +88,22 @@ def test_every_configuration_compiles_without_spilling(chip, compiled_environmen
     rows = report(compiled_environment, "--full", "--hours", str(hours), "--chip", chip)
     assert [row for row in rows if not row["fits"]] == []
     figures(f"{len(rows)} configurations")
+
+
+@pytest.mark.nightly
+def test_the_oldest_supported_triton_compiles_every_kernel(compiled_environment, tmp_path):
+    """PyTorch 2.11 comes with Triton 3.6."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(tmp_path),
+        "triton==3.6.0",
+    ]
+    subprocess.run(command, check=True)
+    paths = os.pathsep.join((str(tmp_path), compiled_environment["PYTHONPATH"]))
+    check(report({**compiled_environment, "PYTHONPATH": paths}, "--chip", "sm_90"))
