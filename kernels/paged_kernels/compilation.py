@@ -112,6 +112,7 @@ class Variant:
     signature: dict[str, Any] = field(compare=False)
     constants: dict[Any, Any] = field(compare=False)
     attributes: dict[Any, Any] = field(compare=False)
+    target: dict[str, Any] = field(compare=False)  # fields of Triton's GPUTarget
 
     def compile(self) -> None:
         """Compile into Triton's cache on disk, for a GPU that the process need not have."""
@@ -122,7 +123,7 @@ class Variant:
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in data["options"].items()}
         kernel = getattr(import_module(self.module), self.name)
         source = source_of(kernel)(kernel, self.signature, self.constants, self.attributes)
-        triton.compile(source, target=GPUTarget(**data["target"]), options=options)
+        triton.compile(source, target=GPUTarget(**self.target), options=options)
 
 
 def source_of(kernel: Any) -> Any:
@@ -137,13 +138,15 @@ def source_of(kernel: Any) -> Any:
 def missing_variants(launches: Iterable[Launch]) -> tuple[Variant, ...]:
     """Return what these launches would compile in this process, without compiling it."""
     from triton import knobs
+    from triton.runtime import driver
 
     found: list[Variant] = []
+    target = vars(driver.active.get_current_target())
 
     def record(**details: Any) -> bool:
         function, made = details["fn"], details["compile"]
         described = made["specialization_data"], made["signature"], made["constants"], made["configs"][0]
-        found.append(Variant(function.module, function.name, *described))
+        found.append(Variant(function.module, function.name, *described, target))
         return True  # do not compile
 
     previous, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, record

@@ -31,6 +31,7 @@ from paged_kernels.compilation import FAILED, Compiler, missing_variants
 from paged_kernels.launch import Launch
 from paged_kernels.launch_table import (
     CONFIGS,
+    PRODUCER_TILES,
     ROW_BUCKETS,
     ROW_COUNT_INVARIANT,
     AnyKey,
@@ -47,6 +48,7 @@ from paged_kernels.launch_table import (
 from paged_kernels.tuning_inputs import BLOCK_SIZE, Problem, make_problem
 
 SPILLS, WRONG = "spilling", "wrong"
+MAX_STAGED = 224 << 10  # bytes of shared memory on Hopper for queries, keys and values
 DTYPES = ("bfloat16", "float16", "float32")
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -170,6 +172,10 @@ def _attention_candidates(key: TuningKey) -> Iterator[Tile]:
     for block_m, block_n, num_warps, num_stages in itertools.product(block_ms, block_ns, (4, 8), (1, 2, 3, 4)):
         if block_m * block_n * num_stages * key.block_d <= 128 * 128 * 3 * 128:
             yield Tile(max(block_m, key.rows), block_n, num_warps, num_stages)
+    if key.itemsize == 2 and not key.quantized and key.block_d in PRODUCER_TILES:
+        for block_n, num_stages in itertools.product((64, 128), (2, 3, 4, 6)):
+            if 2 * key.block_d * (128 + 2 * num_stages * block_n) <= MAX_STAGED:
+                yield Tile(128, block_n, 4, num_stages, producer=True)
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------
