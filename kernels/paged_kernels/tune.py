@@ -269,12 +269,12 @@ def _plan(problem: Problem, key: AnyKey, tile: AnyTile, device: torch.device) ->
 
 def _without_tensors(launches: Sequence[Launch]) -> tuple[Any, ...]:
     """Return what distinguishes launches over the same inputs."""
+
+    def plain(value: Any) -> Any:  # of a descriptor of a tensor, the shape that is copied at a time
+        return None if isinstance(value, torch.Tensor) else tuple(getattr(value, "block_shape", ())) or value
+
     return tuple(
-        (
-            planned.grid,
-            tuple((name, value) for name, value in planned.arguments.items() if not isinstance(value, torch.Tensor)),
-        )
-        for planned in launches
+        (planned.grid, tuple((name, plain(value)) for name, value in planned.arguments.items())) for planned in launches
     )
 
 

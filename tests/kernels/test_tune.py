@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paged_kernels import launch, launch_table, tuning_inputs
+from paged_kernels import launch, launch_table, paged_attention, tuning_inputs
 from paged_kernels import tune as tuner
 from paged_kernels.launch_table import (
     CONFIGS,
@@ -186,13 +186,29 @@ def test_tiles_that_give_the_same_launch_are_timed_once(small_problems, monkeypa
     assert len(submitted) == 2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run in the interpreter")
+def test_tiles_with_a_producer_are_tuned(small_problems, monkeypatch):
+    choose(monkeypatch, Tile(128, 64, 8, 3), Tile(128, 128, 4, 4, True), Tile(128, 64, 4, 4, True))
+    monkeypatch.setattr(paged_attention, "device_of", lambda device: launch.Device("sm_90", 1))
+    monkeypatch.setattr(tuning_inputs, "device_of", lambda device: launch.Device("sm_90", 1))
+    submitted = []
+
+    def compile_ahead(planned):
+        submitted.append([one.kernel.__name__ for one in planned])
+        return done("not compilable")
+
+    start = start_with(lambda run: 7.0, compile_ahead, torch.device("cpu"), dtype=torch.float16)
+    assert len(list(start(TuningKey(64, 2, 16, False, 512)))) == 3
+    assert submitted == [["paged_attention_kernel"], *[["hopper_attention_kernel", "paged_attention_kernel"]] * 2]
+
+
 def test_fastest_tile_is_written_with_gpu_and_time(tmp_path):
     file, lines = tmp_path / "sm_77.json", []
 
     def measure(key, tile):
         if isinstance(tile, RowTile):
             return abs(tile.elements - 512) + tile.num_warps / 100
-        return "spilling" if tile.num_stages == 4 else 10.0 - tile.num_stages + tile.block_n / 1000
+        return "spilling" if tile.num_stages >= 4 else 10.0 - tile.num_stages + tile.block_n / 1000
 
     table = run(KEYS[:2], start_from(measure), file, show=lambda line, done=False: lines.append((line, done)))
     assert table == launch_table.read_table(file)
