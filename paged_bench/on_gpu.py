@@ -288,14 +288,14 @@ def environment() -> dict[str, str]:
 def variables(compiled: str) -> dict[str, str]:
     """Return the environment variables of the steps.
 
-    compiled: the folder of compiled kernels, which all steps share. It is empty at first, so the load time of the first
-    engine includes all compilation.
+    compiled: the folder of compiled kernels, which all steps share, unless TRITON_CACHE_DIR is set. It is empty at
+    first, so the load time of the first engine includes all compilation.
     """
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "client"), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PAGED_TEST_DEVICE": "cuda" if torch.cuda.is_available() else "cpu",
-        "TRITON_CACHE_DIR": compiled,
+        "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR") or compiled,
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }

@@ -186,6 +186,15 @@ def test_features_of_a_step_reach_its_processes(tmp_path):
     assert (tmp_path / "some.log").read_text() == "producers\n"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_script_for_a_machine_without_network(tmp_path):
+    (tmp_path / "installed").mkdir()  # what pip would install of the packed wheels
+    command = [str(ROOT / "kernels/bench/card/run.sh"), str(tmp_path), "checks", "engine"]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "no GPU: nothing to measure\n")
+
+
 def test_run_continues_after_a_step_that_fails_or_takes_too_long(monkeypatch, tmp_path, capsys):
     steps = (
         Step("wrong", 60, ("-c", "print('here'); raise SystemExit(3)")),
