@@ -4,6 +4,8 @@
 """
 
 import importlib.util
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,6 +104,30 @@ def test_decode_and_shared_prefixes_never_get_a_tile_with_a_producer():
     use_table(Table("sm_90", {TuningKey(128, 2, 16, False, 4096): PRODUCER_TILES[128]}))
     assert not find_tile("sm_90", TuningKey(128, 2, 16, False, 4096)).producer
     assert find_tile("sm_90", TuningKey(128, 2, 16, False, 4096), producer=True) == PRODUCER_TILES[128]
+
+
+PLACES = """
+import re
+import triton
+from paged_kernels import aot
+from paged_kernels.launch import OPTIONS
+
+planned = aot._launch(aot.Case("sm_90", aot.PRODUCER))
+source = aot._source(planned.kernel, planned.arguments)
+ptx = triton.compile(source, target=aot.CHIPS["sm_90"][0], options={"num_warps": 4}).asm["ptx"]
+offsets = dict(re.findall(r"add\\.s32\\s+(%r\\d+), %r\\d+, (\\d+);", ptx))
+copies = re.findall(r"cp\\.async\\.bulk\\.tensor\\.2d\\S+ \\[(%r\\d+)\\]", ptx)
+print(*sorted({int(offsets.get(copy, 0)) for copy in copies}))
+"""
+
+
+def test_blocks_are_copied_where_products_read_them(compiled_environment):
+    """A tile of 128 rows is in two panels of 64 columns, so the second half of a block does not follow the first."""
+    done = subprocess.run([sys.executable, "-c", PLACES], capture_output=True, text=True, env=compiled_environment)
+    row, panel, stage = 128, 128 * 128, 2 * 128 * 128  # bytes; there are two stages of keys and two of values
+    blocks = [block * 16 * row + half * panel for block in range(8) for half in range(2)]
+    found = [int(place) for place in done.stdout.split()]
+    assert found == sorted(found[0] + of * 2 * stage + place for of in range(2) for place in blocks), done.stderr
 
 
 FAULTS = {  # what: (source, replacement)
