@@ -50,15 +50,16 @@ def device_of(device: torch.device) -> Device:
 
     Raises ValueError for an unknown feature.
     """
-    if device.type != "cuda":
-        return Device("sm_90", DEFAULT_MULTIPROCESSORS)
-    properties = torch.cuda.get_device_properties(device)
-    hip = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
-    chip = hip.split(":")[0] or f"sm_{properties.major}{properties.minor}"
+    chip, multiprocessors = "sm_90", DEFAULT_MULTIPROCESSORS
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        hip = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
+        chip = hip.split(":")[0] or f"sm_{properties.major}{properties.minor}"
+        multiprocessors = properties.multi_processor_count
     features = read_features(os.environ.get(FEATURES, ""))
-    if PRODUCERS in features:
+    if PRODUCERS in features and chip == "sm_90":
         use_table(with_producers(chip))
-    return Device(chip, properties.multi_processor_count, features)
+    return Device(chip, multiprocessors, features)
 
 
 def read_features(names: str) -> frozenset[str]:

@@ -31,6 +31,7 @@ from paged_backend.scheduling.plan import Costs
 from paged_backend.utils.machine import limit_torch_threads
 from paged_kernels.compilation import check_cache
 from paged_kernels.cpu import native
+from paged_kernels.launch import device_of
 
 log = logging.getLogger("paged_llm")
 
@@ -66,6 +67,7 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
         limit_torch_threads(config.ranks_per_node)
         native.set_threads(count_threads(config.ranks_per_node))
         check_cache(device)
+        device_of(device)
     except ValueError as error:  # an environment variable
         raise ConfigError(str(error)) from None
     loaded = model_loader.load(config, ROOT, device, partial(check_memory, config, device=device))
