@@ -10,6 +10,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.engine import runner_builder
 from paged_backend.engine.model_preparation import prepare_model
+from paged_kernels.launch import device_of
 from tests.support.in_process import TINY
 
 
@@ -49,6 +50,13 @@ def test_graphs_are_kept_only_if_all_ranks_have_the_same(tiny, monkeypatch, miss
 def test_an_invalid_omp_num_threads_is_an_error_of_the_configuration(tiny, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "abc")
     with pytest.raises(ConfigError, match="OMP_NUM_THREADS is 'abc'; it must be a positive integer"):
+        prepare(tiny, 7)
+
+
+def test_an_unknown_gpu_feature_is_an_error_of_the_configuration(tiny, monkeypatch):
+    monkeypatch.setenv("PAGED_GPU_FEATURES", "fast")
+    device_of.cache_clear()
+    with pytest.raises(ConfigError, match="PAGED_GPU_FEATURES='fast': 'fast' is none of"):
         prepare(tiny, 7)
 
 
