@@ -11,11 +11,11 @@ Keys and values have a buffer of STAGES steps each. Barriers in shared memory sa
 free again. A step of a consumer multiplies queries by the keys of the step, and the weights of the previous step by its
 values, so that there are products to run during its softmax. The consumers start their products in turn.
 
-Programs are persistent: there is one per multiprocessor, and each takes every n-th tile. Keys are copied for the next
-tile while the last results of this one are stored. Only the steps at both edges of a tile are masked.
+Programs are persistent: there is one per multiprocessor, and each computes a tile in every round. Keys are copied for
+the next tile while the last results of this one are stored. Only the steps at both edges of a tile are masked.
 
-Memory after the context may hold NaN, which a weight of 0 does not remove. So values after it are set to zero in shared
-memory. Such keys are masked.
+Memory after the context may hold NaN, which a weight of 0 does not remove, so values after it are set to zero in shared
+memory. Keys after it are masked. A sliding window begins within a block of the sequence, which holds its own values.
 """
 
 from functools import partial
@@ -68,7 +68,6 @@ class Work(NamedTuple):
     length: Any
     context_len: Any
     head_program: Any
-    first: Any  # first key that a row sees
     begin: Any
     low: Any
     high: Any
@@ -91,19 +90,17 @@ class Buffers(NamedTuple):
 
 
 @gluon.jit
-def _tile_of(turn, chunks, CACHE: gl.constexpr, LAYER: gl.constexpr, SMALL_Q: gl.constexpr, BLOCK_N: gl.constexpr):  # type: ignore[no-untyped-def]
+def _tile_of(number, chunks, CACHE: gl.constexpr, LAYER: gl.constexpr, SMALL_Q: gl.constexpr, BLOCK_N: gl.constexpr):  # type: ignore[no-untyped-def]
     """Return the tile of this program in a round. It has no rows if it is empty, or if its sequence has few queries.
 
-    The items of a round are in the opposite order of the previous round's, so that no program gets the longest tile of
-    every round.
+    A round is in the opposite order of the previous one, so that no program gets the longest tile of every round.
     """
     BLOCK_Q: gl.constexpr = 64 // LAYER.HEADS * 2
     HEAD_PROGRAMS: gl.constexpr = LAYER.NUM_HEADS // LAYER.GROUP * LAYER.HEAD_TILES
-    item = turn * gl.num_programs(0)
-    if turn % 2 == 0:
-        item += gl.program_id(0)
-    else:
-        item += gl.num_programs(0) - 1 - gl.program_id(0)
+    place = gl.program_id(0)
+    if number % 2 == 1:
+        place = gl.num_programs(0) - 1 - place
+    item = number * gl.num_programs(0) + place
     tile = chunks.num_tiles - 1 - item // HEAD_PROGRAMS  # the longest work first
     head_program = item % HEAD_PROGRAMS
     seq, start, length, first_query = find_tile(chunks.query_starts, chunks.num_seqs, gl.maximum(tile, 0), BLOCK_Q)
@@ -121,9 +118,7 @@ def _tile_of(turn, chunks, CACHE: gl.constexpr, LAYER: gl.constexpr, SMALL_Q: gl
         length = 0
         steps = 0
     unmasked = (high - low) // BLOCK_N
-    return Work(
-        seq, start, first_query, length, context_len, head_program, first, begin, low, high, end, unmasked, steps
-    )
+    return Work(seq, start, first_query, length, context_len, head_program, begin, low, high, end, unmasked, steps)
 
 
 @gluon.jit
@@ -181,8 +176,8 @@ def _produce(  # type: ignore[no-untyped-def]
     K_ROWS: gl.constexpr = CACHE.K_BLOCK // CACHE.K_SLOT
     V_ROWS: gl.constexpr = CACHE.V_BLOCK // CACHE.V_SLOT
     count = 0  # steps of all tiles so far
-    for turn in range(num_rounds):
-        tile = _tile_of(turn, chunks, CACHE, LAYER, SMALL_Q, BLOCK_N)
+    for number in range(num_rounds):
+        tile = _tile_of(number, chunks, CACHE, LAYER, SMALL_Q, BLOCK_N)
         if tile.steps > 0:
             kv_head = tile.head_program // LAYER.HEAD_TILES
             first_k, first_v = kv_head * (CACHE.K_HEAD // CACHE.K_SLOT), kv_head * (CACHE.V_HEAD // CACHE.V_SLOT)
@@ -338,8 +333,8 @@ def _consume(  # type: ignore[no-untyped-def]
     zero = gl.zeros([M, BLOCK_N], gl.float32, QK)
     count = 0  # steps of all tiles so far
     cleaned = 0  # steps whose values were cleaned
-    for turn in range(num_rounds):
-        tile = _tile_of(turn, chunks, CACHE, LAYER, SMALL_Q, BLOCK_N)
+    for number in range(num_rounds):
+        tile = _tile_of(number, chunks, CACHE, LAYER, SMALL_Q, BLOCK_N)
         first_head = tile.head_program // LAYER.HEAD_TILES * LAYER.GROUP
         head_of_group = tile.head_program % LAYER.HEAD_TILES * LAYER.HEADS
         if tile.steps > 0:
@@ -418,8 +413,8 @@ def hopper_attention_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute the queries of sequences with more than SMALL_Q of them. Grid: (programs,), of 4 warps each at first.
 
-    Items are num_tiles tiles for each KV head and tile of its group. key_rows and value_rows describe the pools as
-    matrices of rows.
+    In each of num_rounds, a program computes one tile for one KV head and tile of its group; there are num_tiles of
+    queries. key_rows and value_rows are the pools as matrices, whose rows are keys and values.
     """
     D: gl.constexpr = LAYER.HEAD_DIM
     dtype: gl.constexpr = query.dtype.element_ty

@@ -153,7 +153,10 @@ FAULTS = {  # what: (source, replacement)
         "cleaned.index(0), cleaned",
     ),
     "both consumers wait for the same turn": ("(count & 1) ^ (1 - WHICH)", "count & 1"),
-    "the last tiles of a round are left out": ("for turn in range(num_rounds)", "for turn in range(num_rounds - 1)"),
+    "the last tiles of a round are left out": (
+        "for number in range(num_rounds)",
+        "for number in range(num_rounds - 1)",
+    ),
 }
 
 
