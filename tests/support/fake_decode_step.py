@@ -92,6 +92,7 @@ def count(family: str, options: dict[str, Any], layers: int) -> dict[str, Any]:
             launched.append(details["fn"].name)
             return True
 
+        step()  # allocates the workspaces of kernels
         with DeviceOperations(None) as operations, mock.patch.object(knobs.runtime, "jit_cache_hook", record):
             logits = step()
         inside.append(operations.names + launched)
@@ -111,7 +112,6 @@ def count(family: str, options: dict[str, Any], layers: int) -> dict[str, Any]:
         return pack(Plan((chunk,) * seqs), block_size=config.block_size, gqa_group=runner.gqa_group)
 
     with on_fake_gpu(assembly) as recorder, valid_inputs, zero_products():
-        runner.launch(step(config.max_num_seqs, max_len, SAMPLINGS[0]))  # allocates the workspaces of kernels
         shapes = [shape for shape in runner_builder.graph_shapes_of(config, runner) if not shape.shared]
         size = config.block_size
         runner.capture_graphs(
