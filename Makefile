@@ -56,7 +56,7 @@ help:
 	@echo "make test-modern  run the tests that need no tritonserver with the newest packages (numpy 2) on Python 3.12"
 	@echo "make nightly     run the long tests, and test-modern; ARGS='...' goes to pytest"
 	@echo "                   ARGS='--hours 0.1'         limit of each long test (default: 1)"
-	@echo "make bench-gpu   check and time kernels and engine on a GPU, without network; ARGS='--minutes 30 --only ...'"
+	@echo "make bench-gpu   check and time kernels and engine on a GPU, without network; ARGS='--group checks engine --minutes 10'"
 	@echo "make lint        run ruff and mypy; make style runs ruff alone"
 	@echo "make reference   write docs/reference and the schema of the Helm chart from the code"
 	@echo "make matrix      write docs/reference/models.md from the tests of all model families"

@@ -3,11 +3,11 @@
     python -m paged_bench.on_gpu [--minutes 30] [--group checks engine] [--only model ...]
 
 The groups "checks" and "engine" take up to ten minutes together. Kernels that are off, because they have never run on a
-GPU, have steps of their own. PYTHONPATH must have the checkout and its folders kernels/ and client/, unless the project
-is installed. It needs no network, and only the packages of the engine: a step that needs another one says so. Results
-go to kernels/bench/results/<date>-<gpu>/, with versions, the clocks before and after, and a summary beside the figures
-of an earlier run. A step that fails or exceeds its limit is reported, its results so far are kept, and the next one
-runs.
+GPU, have steps of their own, whatever PAGED_GPU_FEATURES is. PYTHONPATH must have the checkout and its folders kernels/
+and client/, unless the project is installed. It needs no network, and only the packages of the engine: a step that
+needs another one says so. Results go to kernels/bench/results/<date>-<gpu>/, with versions, the clocks before and
+after, and a summary beside the figures of an earlier run. A step that fails or exceeds its limit is reported, its
+results so far are kept, and the next one runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -46,7 +46,6 @@ SKIPPED = "skipped: "
 MARK = "PAGED_BENCH_STEP"  # an environment variable of all processes of a step
 GPU, DEMO_MODEL, SERVER = "a GPU", "the demo model", "tritonserver"
 OK = "ok"
-NEW_FEATURES = (DEPENDENT_LAUNCHES, PRODUCERS)
 # Figures to show even if the earlier run does not have them.
 SHOWN = re.compile(r"output_throughput |load to ready|KV cache |kernels compiled |.*\((vLLM|FlashInfer)\)$")
 
@@ -143,6 +142,12 @@ def _workloads(*names: str) -> tuple[str, ...]:
     return tuple(part for name in names for part in ("--workload", name))
 
 
+def _with_features(group: str, make: Callable[..., Step]) -> Iterator[Step]:
+    """Yield a step of a group with each feature that has not run on a GPU: one that hangs does not stop the others."""
+    for feature in (DEPENDENT_LAUNCHES, PRODUCERS):
+        yield make(f"{group}-{feature}", group=group, features=feature)
+
+
 ENGINE_TESTS = (
     "integration/test_equivalence", "engine/test_core", "engine/test_prefix_stores", "scheduling/test_speculation",
     "scheduling/test_beam_search", "kv/test_page_copier", "kv/test_cache", "kv/stores/test_disk",
@@ -151,15 +156,14 @@ ENGINE_TESTS = (
 QWEN = ("--model", "Qwen3-0.6B")
 ALONE = (*QWEN, "--alone", "--rounds")
 SHORT = _workloads(TABLE[0], TABLE[1], TABLE[3])
-NEW = ",".join(NEW_FEATURES)
 STEPS = (
     _module("checks", 100, "_kernel_checks", "--processes", "8", group="checks"),
-    _module("checks-features", 40, "_kernel_checks", "--processes", "8", group="checks", features=NEW),
-    _module("model", 140, "_model_check", needs=(DEMO_MODEL, "tritonclient"), group="checks"),
-    _bench("engine", 200, "engine", *ALONE, "2", *_workloads("nano"), *SHORT, group="engine"),
-    _bench("engine-features", 120, "engine", *ALONE, "1", *SHORT, group="engine", features=NEW),
+    *_with_features("checks", lambda name, **on: _module(name, 50, "_kernel_checks", "--processes", "8", **on)),
+    _module("model", 100, "_model_check", needs=(DEMO_MODEL, "tritonclient"), group="checks"),
+    _bench("engine", 160, "engine", *ALONE, "2", *_workloads("nano"), *SHORT, group="engine"),
+    *_with_features("engine", lambda name, **on: _bench(name, 70, "engine", *ALONE, "2", *SHORT, **on)),
     _bench("kernels-quick", 150, "kernels", "--quick", group="kernels"),
-    _bench("kernels-features", 100, "kernels", "--quick", group="kernels", features=NEW),
+    *_with_features("kernels", lambda name, **on: _bench(name, 100, "kernels", "--quick", **on)),
     _bench("kernels", 400, "kernels", group="kernels"),
     Step("tune", 150, ("-m", "paged_kernels.tune", "--model", str(MODELS / QWEN[1])), group="kernels"),
     _bench("engine-table", 420, "engine", *ALONE, "2", *_workloads(*TABLE)),

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,8 +27,8 @@ from triton.compiler import ASTSource
 
 from paged_kernels import block_copy, kv_write, layer_ops, paged_attention, sampling, step_inputs
 from paged_kernels.compilation import source_of
-from paged_kernels.launch import OPTIONS, Device, Launch
-from paged_kernels.launch_table import RowTuningKey, find_table, use_producers
+from paged_kernels.launch import OPTIONS, PRODUCERS, Device, Launch
+from paged_kernels.launch_table import RowTuningKey, find_table
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from paged_kernels.packed_blocks import BLOCK_SIZE, GROUP, PackedBlocks
 from paged_kernels.paging import Paging, SharedPrefixes
@@ -354,12 +353,12 @@ def _launch(case: Case) -> Launch:
     out = tensor(num_seqs * chunk, num_kv_heads * case.group, value_dim)
     if is_packed:
         paging = replace(paging, packed=replace(paging, shared=None))
-    with use_producers(case.chip) if case.kernel == PRODUCER else nullcontext():
-        launches = paged_attention.plan_launch(
-            out, query, cache, paging,
-            scale=0.1, sliding_window=100 if case.window else None, softcap=50.0 if case.softcap else None,
-            sinks=tensor(num_kv_heads * case.group) if case.sinks else None, device=device,
-        )  # fmt: skip
+    launches = paged_attention.plan_launch(
+        out, query, cache, paging,
+        scale=0.1, sliding_window=100 if case.window else None, softcap=50.0 if case.softcap else None,
+        sinks=tensor(num_kv_heads * case.group) if case.sinks else None,
+        device=replace(device, features=frozenset([PRODUCERS])) if case.kernel == PRODUCER else device,
+    )  # fmt: skip
     if is_packed and case.kernel != "pack_blocks":
         launches = launches[1:]  # the first one packs blocks
     return launches[case.kernel == "add_partitions"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paged_kernels.launch import OPTIONS, Device, Launch, zeros
-from paged_kernels.launch_table import Tile, TuningKey, decode_tile, find_tile, power_of_two
+from paged_kernels.launch_table import HOPPER, PRODUCER_TILES, Tile, TuningKey, decode_tile, find_tile, power_of_two
 from paged_kernels.layer_cache import CacheLayout, LayerCache, as_bytes
 from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks
 from paged_kernels.paging import Paging
@@ -27,7 +27,7 @@ MAX_SPLIT_LEN = 16384  # maximum keys of a split, so that no program computes a 
 WIDEST_SINGLE = 256  # elements of the widest key that is padded to a power of two
 MIN_RELATIVE_OCCUPANCY = 0.9  # share of the best occupancy that the number of splits must reach
 LOG2E = 1.4426950408889634
-SWIZZLE_ROWS = 8  # rows of the pattern in which shared memory is swizzled; copied blocks begin with one
+MIN_COPIED_ROWS = 16  # minimum block size with a producer, whose registers hold the numbers of a step's blocks
 ALIGNED_ELEMENTS = 8  # elements of 16 bits in 16 bytes, at whose multiples copied rows begin
 ALIGNED = 4  # floats in 16 bytes: Triton compiles another variant for a pointer without this alignment
 
@@ -116,6 +116,7 @@ def launch_shape(
     max_query_len: int,
     multiprocessors: int,
     producer: bool = False,
+    always: bool = False,
 ) -> LaunchShape:
     """Choose the tiles of a step: small ones only if one holds every query of a sequence, else small and large ones.
 
@@ -123,7 +124,8 @@ def launch_shape(
     much as necessary. Its program still takes the registers and shared memory of the large tile's code, unless the
     large tiles have a launch of their own, with a producer.
 
-    producer: whether the layer's large tiles may have a producer.
+    producer: whether the layer's large tiles may have a producer. always: whether they have one then, whatever the
+    table says.
     """
     block_d = key_blocks(head_dim)[0]
     heads, rows = heads_per_tile(group, itemsize, block_d), rows_of_query(group, itemsize, block_d)
@@ -135,6 +137,8 @@ def launch_shape(
         return LaunchShape(heads, small, None)
 
     def tile(length: int, *, producer: bool = False) -> Tile:
+        if producer and always:
+            return PRODUCER_TILES[block_d]
         key = TuningKey(block_d, itemsize, rows, quantized, power_of_two(length))
         tuned = find_tile(chip, key, producer=producer)
         return tuned._replace(block_m=max(rows, tuned.block_m))
@@ -228,15 +232,16 @@ class LayerKey(NamedTuple):
         return self.cache.FORMAT is not None
 
     @property
-    def has_rows(self) -> bool:
-        """Whether the pools are matrices of whole keys and values, of which `hopper_attention` copies rows."""
+    def can_have_producer(self) -> bool:
+        """Whether large tiles may have a producer: on Hopper, for pools that are matrices of keys and values."""
         cache, size = self.cache, self.head_dim
         strides = ((cache.K_BLOCK, cache.K_HEAD, cache.K_SLOT), (cache.V_BLOCK, cache.V_HEAD, cache.V_SLOT))
         plain = not self.quantized and self.dtype.itemsize == 2 and size == self.value_dim and not self.shares_memory
         return (
             plain
-            and size in (64, 128, 256)
-            and cache.BLOCK_SIZE >= SWIZZLE_ROWS
+            and self.device.chip == HOPPER
+            and size in PRODUCER_TILES
+            and cache.BLOCK_SIZE >= MIN_COPIED_ROWS
             and all(block % slot == head % slot == slot % ALIGNED_ELEMENTS == 0 for block, head, slot in strides)
         )
 

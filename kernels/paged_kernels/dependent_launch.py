@@ -2,7 +2,8 @@
 
 Without it, a GPU starts a kernel when the previous one has ended, so it has little to do for a microsecond or two. A
 decode step has hundreds of them. A dependent kernel starts earlier, and waits by itself before it uses anything that
-the previous kernel may write, or writes anything that it may read. Before that, it can load weights: they never change.
+the previous kernel may write, or writes what that one may still read. Before that, it can load weights, as they never
+change.
 
 A kernel waits for the previous kernel only. That one has waited too, unless its launch was not dependent, in which case
 it has started after the end of the kernel before it. So all earlier kernels have ended.

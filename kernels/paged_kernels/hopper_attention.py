@@ -12,7 +12,7 @@ free again. A step of a consumer multiplies queries by the keys of the step, and
 values, so that there are products to run during its softmax. The consumers start their products in turn.
 
 Programs are persistent: there is one per multiprocessor, and each computes a tile in every round. Keys are copied for
-the next tile while the last results of this one are stored. Only the steps at both edges of a tile are masked.
+the next tile while the last results of this one are stored. The first step and those at both edges are masked.
 
 Memory after the context may hold NaN, which a weight of 0 does not remove, so values after it are set to zero in shared
 memory. Keys after it are masked. A sliding window begins within a block of the sequence, which holds its own values.

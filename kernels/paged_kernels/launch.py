@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_kernels.launch_table import power_of_two, use_table, with_producers
+from paged_kernels.launch_table import power_of_two
 
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")  # compiler options among a launch's arguments
 FEATURES = "PAGED_GPU_FEATURES"
@@ -56,10 +56,7 @@ def device_of(device: torch.device) -> Device:
         hip = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
         chip = hip.split(":")[0] or f"sm_{properties.major}{properties.minor}"
         multiprocessors = properties.multi_processor_count
-    features = read_features(os.environ.get(FEATURES, ""))
-    if PRODUCERS in features and chip == "sm_90":
-        use_table(with_producers(chip))
-    return Device(chip, multiprocessors, features)
+    return Device(chip, multiprocessors, read_features(os.environ.get(FEATURES, "")))
 
 
 def read_features(names: str) -> frozenset[str]:
@@ -122,8 +119,8 @@ def own_counters(counters: Counters) -> Iterator[None]:
 def zeros(count: int, device: torch.device) -> Tensor:
     """Return at least `count` int32 zeros, which kernels may change if they leave zeros behind.
 
-    All launches on a stream share them, since they run one after the other. Earlier and smaller tensors are kept for
-    the CUDA graphs that use them.
+    All launches on a stream share them, since they run one after the other; the graphs of an engine share others
+    (`own_counters`). Earlier and smaller tensors are kept for the graphs that use them.
     """
     counters = _counters if _thread.counters is None else _thread.counters
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

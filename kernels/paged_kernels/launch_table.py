@@ -4,17 +4,16 @@ Nothing is tuned while serving: `paged_kernels.tune` writes the tables. A shape 
 `default_tile` or `default_row_tile`. This module does not import triton.
 """
 
-import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+HOPPER = "sm_90"  # the chip whose tiles may have a producer
 CONFIGS = Path(__file__).with_name("configs")
 ROW_BUCKETS = (4, 64, 4096)  # upper bounds of the row-count buckets; larger counts use the last bucket
 
@@ -40,6 +39,11 @@ class TuningKey(NamedTuple):
     rows: int  # rows that one query takes: the query heads of a group; a power of two, at least 16
     quantized: bool
     length: int  # tokens of the longest chunk
+
+    @property
+    def can_have_producer(self) -> bool:
+        """Whether the tile may have a producer, on Hopper."""
+        return self.itemsize == 2 and not self.quantized and self.block_d in (64, 128, 256)
 
 
 class RowTile(NamedTuple):
@@ -122,7 +126,8 @@ def default_tile(chip: str, key: TuningKey) -> Tile:
     return Tile(64, block_n, 4 if key.block_d <= 64 else 8, 2)
 
 
-# Tiles with a producer, by block_d: 128 rows, and as many keys in shared memory as fit into 227 KiB.
+MAX_STAGED = 224 << 10  # bytes of shared memory on Hopper for queries, keys and values
+# Tiles with a producer, by block_d, where PAGED_GPU_FEATURES asks for them.
 PRODUCER_TILES = {64: Tile(128, 128, 4, 4, True), 128: Tile(128, 128, 4, 2, True), 256: Tile(128, 64, 4, 2, True)}
 
 
@@ -162,12 +167,16 @@ class Table:
 
     __hash__ = object.__hash__  # for the cache of the tiles that were chosen
 
-    def find(self, key: AnyKey) -> AnyTile | None:
+    def find(self, key: AnyKey, *, producer: bool = False) -> AnyTile | None:
         """Return the tile of the smallest bucket that holds the key's last field, or else of the largest bucket.
 
-        None if the table has no entry for the key.
+        None if the table has no entry for the key. producer: whether the tile may have a producer.
         """
-        buckets = sorted(other for other in self.tiles if len(other) == len(key) and other[:-1] == key[:-1])
+        buckets = sorted(
+            other
+            for other, tile in self.tiles.items()
+            if len(other) == len(key) and other[:-1] == key[:-1] and (producer or not getattr(tile, "producer", False))
+        )
         nearest = next((bucket for bucket in buckets if bucket[-1] >= key[-1]), buckets[-1] if buckets else None)
         return None if nearest is None else self.tiles[nearest]
 
@@ -211,14 +220,29 @@ def _parse_entry(fields: dict[str, Any], tile: dict[str, Any]) -> tuple[AnyKey, 
     if "kind" not in fields:
         key = _parse(TuningKey, fields)
         block_ms = tuple(m for m in ALLOWED[Tile]["block_m"] if m >= key.rows)
-        producer = (False, True) if key.itemsize == 2 and not key.quantized and key.block_d >= 64 else (False,)
-        return key, _parse(Tile, {"producer": False, **tile}, block_m=block_ms, producer=producer)
+        if tile.get("producer"):
+            return key, _parse_producer(key, tile)
+        return key, _parse(Tile, {"producer": False, **tile}, block_m=block_ms)
     kind = fields["kind"]
     if kind not in tuple(DEFAULT_ROW_TILES):
         raise ValueError(f"kind={kind!r}: must be one of {tuple(DEFAULT_ROW_TILES)}, or absent for attention")
     row = _parse(RowTuningKey, fields, rows=ROW_BUCKETS[-1:] if kind in ROW_COUNT_INVARIANT else ROW_BUCKETS)
     least = {"add_rms_norm": row.width, "block_copy": min(4, row.width)}.get(kind, 1)  # minimum elements
     return row, _parse(RowTile, tile, elements=_powers(least, row.width))
+
+
+def _parse_producer(key: TuningKey, fields: dict[str, Any]) -> Tile:
+    """Build a tile with a producer. `hopper_attention` has 128 rows, and 4 warps before the others start."""
+    may = (True,) if key.can_have_producer else (False,)
+    tile: Tile = _parse(Tile, fields, block_m=(128,), block_n=(64, 128), num_warps=(4,), producer=may)
+    if staged_bytes(key.block_d, tile) > MAX_STAGED:
+        raise ValueError(f"num_stages={tile.num_stages}: must be less, so that a tile takes {MAX_STAGED} bytes at most")
+    return tile
+
+
+def staged_bytes(block_d: int, tile: Tile) -> int:
+    """Return the shared memory that a tile with a producer takes for queries, keys and values of 16 bits."""
+    return 2 * block_d * (tile.block_m + 2 * tile.num_stages * tile.block_n)
 
 
 def read_table(file: Path) -> Table:
@@ -235,6 +259,8 @@ def read_table(file: Path) -> Table:
         for entry in content["entries"]:
             _check_names(entry, "for", "tile", "us")
             key, tile = _parse_entry(entry["for"], entry["tile"])
+            if isinstance(tile, Tile) and tile.producer and content["chip"] != HOPPER:
+                raise ValueError(f"producer=True: must be absent for {content['chip']}")
             tiles[key] = tile
             if "us" in entry:
                 times[key] = _parse_time(entry["us"], measured)
@@ -298,31 +324,11 @@ def use_table(table: Table) -> None:
     _tables[table.chip] = table
 
 
-def with_producers(chip: str) -> Table:
-    """Return the chip's table with PRODUCER_TILES for all chunks."""
-    table = find_table(chip) or Table(chip, {})
-    tiles = {key: tile for key, tile in table.tiles.items() if isinstance(key, RowTuningKey) or key.quantized}
-    for block_d, rows in itertools.product(PRODUCER_TILES, (16, 32, 64)):
-        tiles[TuningKey(block_d, 2, rows, False, 1)] = PRODUCER_TILES[block_d]
-    return Table(chip, tiles)
-
-
-@contextmanager
-def use_producers(chip: str) -> Iterator[None]:
-    """Use PRODUCER_TILES for all chunks within the context."""
-    before = find_table(chip)
-    use_table(with_producers(chip))
-    try:
-        yield
-    finally:
-        _tables[chip] = before
-
-
 def find_tile(chip: str, key: TuningKey, *, producer: bool = False) -> Tile:
     """Return the tile from the chip's table, or the default. producer: whether the tile may have a producer."""
     table = find_table(chip)
-    tile = table.find(key) if table else None
-    return tile if isinstance(tile, Tile) and (producer or not tile.producer) else default_tile(chip, key)
+    tile = table.find(key, producer=producer) if table else None
+    return tile if isinstance(tile, Tile) else default_tile(chip, key)
 
 
 def row_tile(chip: str, kind: str, *, width: int, rows: int) -> RowTile:

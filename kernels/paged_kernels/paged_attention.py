@@ -22,7 +22,7 @@ from paged_kernels.attention_plan import (
     min_split_of,
 )
 from paged_kernels.block_packing import pack_template
-from paged_kernels.launch import Device, Launch, device_of
+from paged_kernels.launch import PRODUCERS, Device, Launch, device_of
 from paged_kernels.layer_cache import LayerCache, pack_full_blocks
 from paged_kernels.packed_blocks import is_packed
 from paged_kernels.paging import Paging
@@ -36,7 +36,8 @@ def _plan(key: LayerKey, paging: Paging) -> AttentionPlan:
     )  # fmt: skip
     shape = attention_plan.launch_shape(
         **properties, num_kv_heads=num_kv_heads, multiprocessors=device.multiprocessors, num_tokens=key.num_tokens,
-        max_query_len=paging.max_query_len, producer=device.chip == "sm_90" and key.has_rows,
+        max_query_len=paging.max_query_len, producer=key.can_have_producer,
+        always=PRODUCERS in device.features,
     )  # fmt: skip
     layer = Layer.of(key, shape.heads)
     head_programs = num_kv_heads * layer.HEAD_TILES

@@ -31,7 +31,7 @@ from paged_kernels.compilation import FAILED, Compiler, missing_variants
 from paged_kernels.launch import Launch
 from paged_kernels.launch_table import (
     CONFIGS,
-    PRODUCER_TILES,
+    MAX_STAGED,
     ROW_BUCKETS,
     ROW_COUNT_INVARIANT,
     AnyKey,
@@ -44,11 +44,12 @@ from paged_kernels.launch_table import (
     TuningKey,
     default_row_tile,
     power_of_two,
+    staged_bytes,
 )
 from paged_kernels.tuning_inputs import BLOCK_SIZE, Problem, make_problem
 
 SPILLS, WRONG = "spilling", "wrong"
-MAX_STAGED = 224 << 10  # bytes of shared memory on Hopper for queries, keys and values
+MAX_SPILLS = 16  # values of 4 bytes: some are set before a loop, which does not use them
 DTYPES = ("bfloat16", "float16", "float32")
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -172,10 +173,11 @@ def _attention_candidates(key: TuningKey) -> Iterator[Tile]:
     for block_m, block_n, num_warps, num_stages in itertools.product(block_ms, block_ns, (4, 8), (1, 2, 3, 4)):
         if block_m * block_n * num_stages * key.block_d <= 128 * 128 * 3 * 128:
             yield Tile(max(block_m, key.rows), block_n, num_warps, num_stages)
-    if key.itemsize == 2 and not key.quantized and key.block_d in PRODUCER_TILES:
+    if key.can_have_producer:
         for block_n, num_stages in itertools.product((64, 128), (2, 3, 4, 6)):
-            if 2 * key.block_d * (128 + 2 * num_stages * block_n) <= MAX_STAGED:
-                yield Tile(128, block_n, 4, num_stages, producer=True)
+            tile = Tile(128, block_n, 4, num_stages, producer=True)
+            if staged_bytes(key.block_d, tile) <= MAX_STAGED:
+                yield tile
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------
@@ -305,7 +307,7 @@ def _time(
     for output in problem.outputs:
         output.zero_()
     try:
-        if any(getattr(planned.run(), "n_spills", 0) for planned in launches):
+        if any(getattr(planned.run(), "n_spills", 0) > MAX_SPILLS for planned in launches):
             return SPILLS
         if not problem.is_correct():
             return WRONG

@@ -3,7 +3,7 @@
 A graph reads its inputs from fixed memory, so a step of n rows is padded to a captured size and written there. Padding
 rows belong to padding sequences, which have no context, and they write no keys and values. Context lengths are not part
 of a graph; it is captured for the longest. The graphs of decode steps and of steps with chunks of prompts also sample.
-If any row has penalties or constraints, all rows are sampled again from its logits.
+If any row has penalties or constraints, all rows are sampled again from the graph's logits.
 
     rows           0 ... n-1 | n ... size-1
     slots          as packed | -1             nothing is written
@@ -114,8 +114,8 @@ def graph_shapes(
     Then rows cost time, so sequences are not padded and a shape allows up to one sequence per row; attention has enough
     work for any partition. The second kind also runs the steps that cannot be padded to the first.
 
-    Steps with chunks of prompts have up to half as many sequences as rows, for a few chunks and the decode rows beside
-    them. One more sequence is for padding.
+    Steps with chunks of prompts have up to a quarter as many sequences as rows, for a few chunks and the decode rows
+    beside them: attention launches programs for each of them, used or not. One more sequence is for padding.
     """
     decode = [GraphShape(size, size, 1) for size in capture_batch_sizes(max_num_seqs)]
     few, many = [], []
@@ -135,7 +135,7 @@ def graph_shapes(
     ]
     most = min(MAX_ROWS, max_num_batched_tokens)
     prompts = [
-        GraphShape(min(max_num_seqs, rows // 2) + 1, rows, min(rows, max_chunk), prompts=True)
+        GraphShape(min(max_num_seqs, max(1, rows // 4)) + 1, rows, min(rows, max_chunk), prompts=True)
         for rows in (*range(CHUNK_STEP, most, CHUNK_STEP), most)
         if rows > 1
     ]
@@ -417,10 +417,7 @@ class CudaGraphCapture:
         if self._logits is None or len(self._logits) < len(logits):
             self._logits = logits
 
-        def replay() -> Tensor:
-            graph.replay()
-            return logits
-
+        replay = partial(_replay, graph, logits, self._counters)
         if not torch.allclose(replay(), expected, rtol=0.01, atol=0.01, equal_nan=True):
             raise RuntimeError("a replayed step gives other logits than one that is run")
         return replay
@@ -434,6 +431,12 @@ class CudaGraphCapture:
                 logits = run()
         torch.cuda.current_stream().wait_stream(self._stream)
         return logits
+
+
+def _replay(graph: torch.cuda.CUDAGraph, logits: Tensor, counters: Counters) -> Tensor:
+    """Run a graph. counters: memory of its kernels, which is kept for it."""
+    graph.replay()
+    return logits
 
 
 @contextmanager

@@ -14,8 +14,9 @@ import torch
 from torch.testing import assert_close
 
 from paged_kernels import hopper_attention, paged_attention
-from paged_kernels.launch import Device, intercept_launches
-from paged_kernels.launch_table import PRODUCER_TILES, Table, TuningKey, find_tile, use_producers, use_table
+from paged_kernels.attention_plan import launch_shape, prefix_tile
+from paged_kernels.launch import PRODUCERS, Device, intercept_launches
+from paged_kernels.launch_table import PRODUCER_TILES, Table, Tile, TuningKey, find_tile, use_table
 from tests.support import gluon_interpreter
 from tests.support.attention_cases import BATCHES, Case, make_inputs
 
@@ -24,7 +25,7 @@ CASES = (
     Case("long", 2, 4, 64),
     Case("long", 1, 3, 128, block_size=32, sinks=True),
     Case("long", 1, 3, 128, block_size=256, sliding_window=70),
-    Case("long", 2, 2, 64, block_size=8, softcap=5.0, sinks=True, strided=True),
+    Case("long", 2, 2, 64, block_size=16, softcap=5.0, sinks=True, strided=True),
     Case("padded", 1, 71, 64),  # two tiles of heads
     Case("long", 3, 1, 256, sliding_window=13),
 )
@@ -36,9 +37,12 @@ def hopper(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("on a GPU, kernel checks run the kernel itself")
     monkeypatch.setitem(BATCHES, "long", ((300, 300), (1, 5), (130, 517), (64, 64), (3, 200)))
-    monkeypatch.setattr(paged_attention, "device_of", lambda device: Device("sm_90", 3))
-    with use_producers("sm_90"):
-        yield
+    use(monkeypatch, "sm_90", 3)
+
+
+def use(monkeypatch, chip, multiprocessors):
+    device = Device(chip, multiprocessors, frozenset([PRODUCERS]))
+    monkeypatch.setattr(paged_attention, "device_of", lambda of: device)
 
 
 def attend(inputs, kernel=hopper_attention.hopper_attention_kernel, seed=0):
@@ -77,7 +81,7 @@ def test_a_sequence_alone_needs_one_launch(monkeypatch):
 
 
 def test_a_short_chunk_alone_in_a_graph_of_longer_ones_is_computed(monkeypatch):
-    monkeypatch.setattr(paged_attention, "device_of", lambda device: Device("sm_90", 1))
+    use(monkeypatch, "sm_90", 1)
     monkeypatch.setitem(BATCHES, "alone", ((2, 40),))
     inputs = make_inputs(Case("alone", 1, 4, 128), torch.float16)
     query, cache, paging = inputs.arrays
@@ -88,22 +92,27 @@ def test_a_short_chunk_alone_in_a_graph_of_longer_ones_is_computed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "other", [Case("long", 1, 4, 80), Case("long", 1, 4, block_size=4), Case("long", 1, 4, format="fp8")], ids=str
+    "other", [Case("long", 1, 4, 80), Case("long", 1, 4, block_size=8), Case("long", 1, 4, format="fp8")], ids=str
 )
 def test_layers_that_cannot_be_copied_use_the_other_kernel(other):
     assert check(other) == ["paged_attention_kernel"]
 
 
 def test_other_chips_have_no_producers(monkeypatch):
-    monkeypatch.setattr(paged_attention, "device_of", lambda device: Device("sm_100", 3))
-    with use_producers("sm_100"):
-        assert check(CASES[0]) == ["paged_attention_kernel"]
+    use(monkeypatch, "sm_100", 3)
+    assert check(CASES[0]) == ["paged_attention_kernel"]
 
 
-def test_decode_and_shared_prefixes_never_get_a_tile_with_a_producer():
-    use_table(Table("sm_90", {TuningKey(128, 2, 16, False, 4096): PRODUCER_TILES[128]}))
-    assert not find_tile("sm_90", TuningKey(128, 2, 16, False, 4096)).producer
-    assert find_tile("sm_90", TuningKey(128, 2, 16, False, 4096), producer=True) == PRODUCER_TILES[128]
+def test_what_cannot_have_a_producer_keeps_its_tuned_tile(tables):
+    key, other = TuningKey(128, 2, 16, False, 4096), Tile(128, 64, 8, 3)
+    use_table(Table("sm_90", {key: PRODUCER_TILES[128], key._replace(length=64): other}))
+    assert find_tile("sm_90", key) == other
+    assert find_tile("sm_90", key, producer=True) == PRODUCER_TILES[128]
+    options = dict(chip="sm_90", head_dim=128, itemsize=2, group=4, quantized=False)
+    assert not prefix_tile(**options, num_seqs=64).producer
+    step = dict(num_kv_heads=8, num_tokens=8192, max_query_len=4096, multiprocessors=132)
+    assert launch_shape(**options, **step).large == other
+    assert launch_shape(**options, **step, producer=True).large == PRODUCER_TILES[128]
 
 
 PLACES = """

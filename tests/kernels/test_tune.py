@@ -156,7 +156,7 @@ def test_candidates_that_cannot_run_are_not_timed(small_problems, monkeypatch):
     tiles = [RowTile(64, 1), RowTile(128, 1), RowTile(256, 1)]
     choose(monkeypatch, *tiles)
     outcomes = iter(("compiled too long", None, None))
-    spills = iter((8, 0))
+    spills = iter((17, 16))
     ran = []
 
     def run_one(planned):

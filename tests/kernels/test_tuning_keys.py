@@ -66,8 +66,8 @@ def test_keys_cover_every_kernel_and_form_a_valid_table(tmp_path):
         assert {getattr(key, "kind", None) for key in keys} == {None, *DEFAULT_ROW_TILES}
         rows = [(key, tile) for key in keys for tile in candidates(key)]
         for entries in (rows, rows[::-1]):
-            launch_table.write_table(launch_table.Table("sm_77", dict(entries)), tmp_path / "sm_77.json")
-            assert len(launch_table.read_table(tmp_path / "sm_77.json").tiles) == len(keys)
+            launch_table.write_table(launch_table.Table("sm_90", dict(entries)), tmp_path / "sm_90.json")
+            assert len(launch_table.read_table(tmp_path / "sm_90.json").tiles) == len(keys)
     assert len(tuning_keys(quick=True)) == 1 + len(DEFAULT_ROW_TILES)
 
 

@@ -118,7 +118,9 @@ def count(family: str, options: dict[str, Any], layers: int) -> dict[str, Any]:
             capture, shapes, block_size=size, max_blocks=max_len // size, max_context_len=max_len
         )  # fmt: skip
         assert runner.num_graphs
-        found["graphs"] = {shape.logits: names for shape, names in zip(shapes, inside, strict=True)}
+        found["graphs"] = {
+            f"{shape.rows} rows, {shape.logits} logits": names for shape, names in zip(shapes, inside, strict=True)
+        }
         runner._upload._buffers, runner._upload._device = [PinnedBuffer(), PinnedBuffer()], torch.device("cpu")
         recorder.take()
         for (seqs, length), sampling in itertools.product(STEPS, SAMPLINGS):

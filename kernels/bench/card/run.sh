@@ -6,8 +6,11 @@ packed=$(cd "${1:?usage: run.sh DIR GROUP ...}" && pwd)
 shift
 root=$(cd "$(dirname "$0")/../../.." && pwd)
 python=${PYTHON:-python3}
+: "${1:?usage: run.sh DIR GROUP ...}"
 if [ ! -d "$packed/installed" ]; then
-  "$python" -m pip install --quiet --no-index --no-deps --target "$packed/installed" "$packed"/wheels/*.whl
+  rm -rf "$packed/unfinished"
+  "$python" -m pip install --quiet --no-index --no-deps --target "$packed/unfinished" "$packed"/wheels/*.whl
+  mv "$packed/unfinished" "$packed/installed"
 fi
 export PYTHONPATH="$root:$root/kernels:$root/client:$packed/installed${PYTHONPATH:+:$PYTHONPATH}"
 export PAGED_CACHE_DIR="$packed/cache" TRITON_CACHE_DIR="$packed/compiled"
