@@ -28,14 +28,13 @@ def wait_for_previous(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
 def prefetch_rows(matrix, row, stride, first, end, ITEMSIZE: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load the elements [first, end) of some rows of a matrix into the L2 cache, up to MOST of each.
 
-    row: [n] row numbers, -1 for none.
+    row: [n] row numbers, -1 for none. MOST: a power of two, and a multiple of a line.
     """
     STEP: tl.constexpr = LINE // ITEMSIZE
-    for start in range(0, MOST, STEP):
-        column = first + start
-        place = matrix + row.to(tl.int64) * stride + tl.minimum(column, end - 1)
-        used = ((row >= 0) & (column < end)).to(tl.int32)
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-            "=r,l,r", [place, used], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    column = first + tl.arange(0, MOST // STEP) * STEP
+    place = matrix + (row.to(tl.int64) * stride)[:, None] + tl.minimum(column, end - 1)[None, :]
+    used = ((row >= 0)[:, None] & (column < end)[None, :]).to(tl.int32)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r", [place, used], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
