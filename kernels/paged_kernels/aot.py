@@ -45,7 +45,7 @@ CHIPS = {  # chip: (target, maximum shared memory of a program)
 # ptxas spills a few values that are set before a loop and read after it, to increase occupancy or because the loop
 # needs all registers. In a loop over keys, a spilled value costs an instruction in every step.
 MAX_SPILLED_BYTES = 128  # per thread
-MAX_SPILLS_OF_STEP = 6  # loads and stores of spilled values in a loop that multiplies tiles
+MAX_SPILLS_OF_STEP = 8  # loads and stores of spilled values in a loop that multiplies tiles
 PRODUCTS = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma|v_smfmac)[\w.:]*")
 
 
