@@ -36,8 +36,19 @@ def test_cancel_while_decoding(server):
     idle(server)
 
 
-def test_cancel_while_prefilling_and_while_queued(server):
-    """The second prompt does not fit beside the first, so it waits; it is cancelled first."""
+def test_cancel_while_prefilling(server):
+    before = cancelled(server)
+    with raw_stream(server) as stream:
+        send(stream, LONG)
+        until(lambda: metrics(server)["paged_requests{running}"] == 1, "the prompt in prefill")
+        assert stream.responses.empty()
+        stream.cancel()
+    until(lambda: cancelled(server) == before + 1, "the cancellation")
+    idle(server)
+
+
+def test_cancel_while_queued(server):
+    """The second prompt does not fit beside the first, so it waits."""
     before = cancelled(server)
     with raw_stream(server) as first, raw_stream(server) as second:
         send(first, LONG)
@@ -45,12 +56,9 @@ def test_cancel_while_prefilling_and_while_queued(server):
         send(second, LONG)
         until(lambda: metrics(server)["paged_requests{waiting}"] == 1, "the second prompt in the queue")
         second.cancel()
+        until(lambda: cancelled(server) == before + 1, "the cancellation")
         until(lambda: metrics(server)["paged_requests{waiting}"] == 0, "an empty queue")
-        assert cancelled(server) == before + 1
-        assert metrics(server)["paged_requests{running}"] == 1
-        assert first.responses.empty()  # still prefilling
         first.cancel()
-    until(lambda: cancelled(server) == before + 2, "both cancellations")
     idle(server)
 
 
