@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from paged_kernels import block_copy, kv_write, layer_ops, paged_attention, sampling, step_inputs
 from paged_kernels.compilation import source_of
 from paged_kernels.launch import OPTIONS, PRODUCERS, Device, Launch
-from paged_kernels.launch_table import RowTuningKey, find_table
+from paged_kernels.launch_table import HOPPER, PRODUCER_TILES, RowTuningKey, find_table
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from paged_kernels.packed_blocks import BLOCK_SIZE, GROUP, PackedBlocks
 from paged_kernels.paging import Paging, SharedPrefixes
@@ -129,13 +129,13 @@ def full_grid(chip: str) -> Iterator[Case]:
     yield from (Case(chip, kernel, dtype) for dtype, kernel in itertools.product(DTYPES, SMALL_KERNELS))
     yield from (Case(chip, "kv_write", block_size=block_size) for block_size in (1, 8, 32, 64, 256))
     yield from (Case(chip, "prefill", dtype, d, length=16) for dtype, d in itertools.product(DTYPES, (64, 128, 256)))
-    yield from _producer_cases(chip, (64, 128, 256))
+    yield from _producer_cases(chip)
     yield from table_grid(chip)
 
 
-def _producer_cases(chip: str, head_dims: tuple[int, ...]) -> Iterator[Case]:
+def _producer_cases(chip: str) -> Iterator[Case]:
     """Yield large tiles with a producer, on the chip that has them."""
-    for head_dim in head_dims if chip == "sm_90" else ():
+    for head_dim in PRODUCER_TILES if chip == HOPPER else ():
         yield Case(chip, PRODUCER, "bf16", head_dim)
         yield Case(chip, PRODUCER, "fp16", head_dim, group=3, block_size=256, window=True, softcap=True, sinks=True)
 
@@ -198,7 +198,7 @@ def small_grid(chip: str) -> Iterator[Case]:
     for name in (None, *FORMATS.values()):
         yield from (Case(chip, kernel, **latents, format=name) for kernel in ("split", "latent_kv_write"))
     yield from (Case(chip, kernel, **latents) for kernel in ("prefill", "kv_write"))
-    yield from _producer_cases(chip, (64, 128, 256))
+    yield from _producer_cases(chip)
     yield Case(chip, "prefill", **expanded)
     yield Case(chip, "prefill", "bf16", 128, **features)
     yield from (Case(chip, "prefill", "fp32", 256, **features, format=name) for name in (None, "int8"))
@@ -446,8 +446,9 @@ def main(argv: list[str] | None = None) -> int:
             if time.monotonic() > until:
                 break
             cost = compile_case(case)
-            failures += not fits(cost, chip)
-            print(json.dumps({**asdict(case), **asdict(cost), "fits": fits(cost, chip)}), flush=True)
+            runs = fits(cost, chip)
+            failures += not runs
+            print(json.dumps({**asdict(case), **asdict(cost), "fits": runs}), flush=True)
     return min(failures, 1)
 
 

@@ -227,6 +227,19 @@ def first_step(first, CACHE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: igno
 
 
 @triton.jit
+def steps_without_mask(begin, seen, end, window, LAYER: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the first key of the steps that need no mask, and of the next one. Steps start at `begin`.
+
+    All rows see the keys before `seen`, but for those that a window excludes. end: after the last row's position.
+    """
+    high = begin + tl.maximum(seen - begin, 0) // BLOCK_N * BLOCK_N
+    low = begin
+    if LAYER.HAS_WINDOW:
+        low = tl.minimum(begin + tl.cdiv(tl.maximum(end - window - begin, 0), BLOCK_N) * BLOCK_N, high)
+    return low, high
+
+
+@triton.jit
 def split_len_of(begin, end, num_splits, min_split, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the length of every split of [begin, end) but the last: whole steps, at least min_split keys."""
     share = tl.maximum((end - begin + num_splits - 1) // num_splits, min_split)
@@ -237,7 +250,7 @@ def split_len_of(begin, end, num_splits, min_split, BLOCK_N: tl.constexpr):  # t
 
 
 @triton.jit
-def _tanh(x):  # type: ignore[no-untyped-def]
+def tanh(x):  # type: ignore[no-untyped-def]
     return 1 - 2 / (1 + tl.exp2(x * 2.8853900817779268))  # 2 * log2(e); saturates at +-1, never NaN
 
 
@@ -360,7 +373,7 @@ def _softmax_step(  # type: ignore[no-untyped-def]
         scores = scores * (k_scale * (LAYER.CODE_UNIT * factor))[None, :]
         factor = 1.0
     if LAYER.HAS_SOFTCAP:
-        scores = scoring.softcap * _tanh(scores * factor)
+        scores = scoring.softcap * tanh(scores * factor)
         factor = 1.0
     if MASKED:
         n = start + tl.arange(0, BLOCK_N)
@@ -514,10 +527,7 @@ def _prefill_tile(  # type: ignore[no-untyped-def]
     if CACHE.PACKED is not None:
         own = own_blocks(first_position, end, CACHE)
         begin, seen, stop = tl.maximum(edge, CACHE.BLOCK_SIZE), own.first, own.last
-    high = begin + tl.maximum(seen - begin, 0) // BLOCK_N * BLOCK_N
-    low = begin
-    if LAYER.HAS_WINDOW:
-        low = tl.minimum(begin + tl.cdiv(tl.maximum(end - scoring.window - begin, 0), BLOCK_N) * BLOCK_N, high)
+    low, high = steps_without_mask(begin, seen, end, scoring.window, LAYER, BLOCK_N)
 
     PACKED: tl.constexpr = CACHE.PACKED is not None
     parts = 1

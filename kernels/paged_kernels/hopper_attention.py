@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from paged_kernels.attention_kernels import find_tile, first_step
+from paged_kernels.attention_kernels import find_tile, first_step, steps_without_mask, tanh
 from paged_kernels.attention_plan import AttentionPlan, LaunchTemplate, Layer, LayerKey
 from paged_kernels.launch_table import Tile
 from paged_kernels.layer_cache import LayerCache
@@ -109,10 +109,7 @@ def _tile_of(number, chunks, CACHE: gl.constexpr, LAYER: gl.constexpr, SMALL_Q: 
     end = first_position + gl.minimum(BLOCK_Q, length - first_query)
     first = gl.maximum(first_position - chunks.window + 1, 0) if LAYER.HAS_WINDOW else 0
     begin = first_step(first, CACHE, BLOCK_N)
-    high = begin + gl.maximum(first_position + 1 - begin, 0) // BLOCK_N * BLOCK_N
-    low = begin
-    if LAYER.HAS_WINDOW:
-        low = gl.minimum(begin + gl.cdiv(gl.maximum(end - chunks.window - begin, 0), BLOCK_N) * BLOCK_N, high)
+    low, high = steps_without_mask(begin, first_position + 1, end, chunks.window, LAYER, BLOCK_N)
     steps = gl.cdiv(gl.maximum(end - begin, 0), BLOCK_N)
     if (tile < 0) | (length <= SMALL_Q) | (first_query >= length):
         length = 0
@@ -219,7 +216,7 @@ def _weights(  # type: ignore[no-untyped-def]
     """Return the weights of a step, by how much earlier sums shrink, and the maximum and sum of each row."""
     factor = scale
     if LAYER.HAS_SOFTCAP:
-        scores = softcap * (1 - 2 / (1 + gl.exp2(scores * (scale * 2.8853900817779268))))  # tanh
+        scores = softcap * tanh(scores * scale)
         factor = 1.0
     if MASKED:
         n = key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]

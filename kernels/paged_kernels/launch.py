@@ -32,14 +32,18 @@ class Device:
     features: frozenset[str] = frozenset()  # of PAGED_GPU_FEATURES
 
     @property
+    def is_hopper_or_later(self) -> bool:
+        return self.chip.startswith(("sm_9", "sm_1"))
+
+    @property
     def converts_fp8(self) -> bool:
         """Whether an instruction converts e4m3 to 16 bits."""
-        return self.chip == "sm_89" or self.chip.startswith(("sm_9", "sm_1"))
+        return self.chip == "sm_89" or self.is_hopper_or_later
 
     @property
     def dependence(self) -> dict[str, bool]:
         """The arguments of a launch that may start before the previous one has ended; see `dependent_launch`."""
-        if DEPENDENT_LAUNCHES in self.features and self.chip.startswith(("sm_9", "sm_1")):
+        if DEPENDENT_LAUNCHES in self.features and self.is_hopper_or_later:
             return {"DEPENDENT": True, "launch_pdl": True}
         return {"DEPENDENT": False}
 

@@ -43,7 +43,7 @@ class TuningKey(NamedTuple):
     @property
     def can_have_producer(self) -> bool:
         """Whether the tile may have a producer, on Hopper."""
-        return self.itemsize == 2 and not self.quantized and self.block_d in (64, 128, 256)
+        return self.itemsize == 2 and not self.quantized and self.block_d in PRODUCER_TILES
 
 
 class RowTile(NamedTuple):

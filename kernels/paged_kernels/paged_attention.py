@@ -55,10 +55,8 @@ def _plan(key: LayerKey, paging: Paging) -> AttentionPlan:
         queries = large.block_m // shape.heads
         large_tiles, num_warps = key.num_tokens // queries + num_seqs, large.num_warps
         if key.cache.PACKED is None:
-            programs, rows = (
-                (key.num_tokens // queries + 1) * head_programs,
-                key.num_tokens * key.num_heads,
-            )  # full tiles
+            rows = key.num_tokens * key.num_heads
+            programs = (key.num_tokens // queries + 1) * head_programs  # of tiles that are full
             large_splits = count_splits(programs, paging.max_context_len, device.multiprocessors)
             large_splits = min(large_splits, max(1, MAX_WORKSPACE // (4 * rows * (key.value_dim + 1))))
     splits = count_splits(most_small * head_programs, paging.max_context_len, device.multiprocessors)
@@ -93,10 +91,11 @@ def _plan(key: LayerKey, paging: Paging) -> AttentionPlan:
         templates.insert(0, LaunchTemplate.of(prefix_attention_kernel, prefix_grid, named))
     if key.cache.PACKED is not None:
         templates.insert(0, pack_template(key, paging))
-    plan = AttentionPlan(templates)
+    rows = counters = 0
     if partial:
         rows = num_seqs * slots * queries + (large_splits * key.num_tokens if large_splits > 1 else 0)
-        plan = AttentionPlan(templates, rows * key.num_heads, (num_seqs + large_tiles) * head_programs)
+        counters = (num_seqs + large_tiles) * head_programs
+    plan = AttentionPlan(templates, rows * key.num_heads, counters)
     if copying:
         plan = replace(plan, templates=[*copying.templates, *templates], describe=copying.describe)
     return plan

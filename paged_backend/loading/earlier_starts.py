@@ -35,16 +35,8 @@ LIBRARIES = (
     *("torch", "transformers", "tokenizers", "triton", "numpy", "safetensors", "gguf", "torchao", "bitsandbytes"),
     *("accelerate", "compressed-tensors", "mamba-ssm", "causal-conv1d", "kernels"),
 )
-VARIABLES = (
-    "PAGED_CPU_",
-    "PAGED_GPU_",
-    "ATEN_",
-    "DNNL_",
-    "ONEDNN_",
-    "MKL_",
-    "TORCH_",
-    "CUBLAS_",
-)  # the beginnings of their names
+# The beginnings of their names.
+VARIABLES = ("PAGED_CPU_", "PAGED_GPU_", "ATEN_", "DNNL_", "ONEDNN_", "MKL_", "TORCH_", "CUBLAS_")
 
 
 @dataclass(frozen=True)
