@@ -225,7 +225,7 @@ class Cost:
     spilled: int  # spilled bytes per thread
     products: tuple[str, ...]  # instructions that multiply tiles
     steps: tuple[int, ...]  # instructions of each innermost loop that multiplies tiles; none on AMD
-    step_spills: tuple[int, ...]  # those of them that load or store spilled values
+    step_spills: tuple[int, ...]  # instructions of each of these loops that load or store spilled values
 
 
 def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
@@ -387,7 +387,7 @@ def _registers_on_nvidia(cubin: bytes) -> tuple[int, int]:
 
 
 def _steps_on_nvidia(cubin: bytes) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the instructions of each loop that multiplies tiles, and has no such loop in it; and those that load or
+    """Return the number of instructions of each innermost loop that multiplies tiles, and how many of them load or
     store spilled values."""
     code: list[str] = []
     labels: dict[str, int] = {}

@@ -82,9 +82,9 @@ class Scoring(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Memory for the results of splits: of the sequences in small tiles, followed by those of large tiles.
+    """Memory for the results of splits. Those of sequences in small tiles come first, then those of large tiles.
 
-    The first have a slot for each split and, from num_splits on, for each split of their prefix.
+    A sequence in a small tile has a slot for each split, and from slot num_splits on, one for each split of its prefix.
     """
 
     results: Any  # [num_seqs, slots, queries, NUM_HEADS, VALUE_DIM]; [large_splits, num_tokens, NUM_HEADS, VALUE_DIM]
@@ -512,7 +512,7 @@ def _prefill_tile(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute the queries of a chunk from `first_query` on: first the steps that need no mask, then both edges.
 
-    With PARTIAL, only those of one split of the keys. first_row: row of partials for token 0.
+    With PARTIAL, only the steps of one split of the keys. first_row: the row of the partials that token 0 has.
     """
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_Q: tl.constexpr = TILE.block_m // LAYER.HEADS
@@ -646,9 +646,9 @@ def _finish_split(  # type: ignore[no-untyped-def]
     out, partials, found, log, sink, token, head, is_row, row, stride_slot, split, own, parts, counter,
     BLOCK_M: tl.constexpr, LAYER: tl.constexpr, MAX_SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Store the result of a split. The last of `own` splits to finish merges all `parts`, with those of the prefix.
+    """Store the result of a split. If all `own` splits have finished, merge them and those of the prefix: `parts`.
 
-    row: of partials, in slot 0. stride_slot: rows from slot to slot. counter: of `own` splits.
+    row: row of the partials in slot 0. stride_slot: rows from slot to slot. counter: counts the `own` splits.
     """
     is_done = True
     if parts > 1:
